@@ -1,0 +1,38 @@
+"""The demo's sizes: the whole loop in minutes on two CPU cores."""
+
+from __future__ import annotations
+
+from hsql_jax.demo_config import DemoConfig, RlConfig, StageConfig
+from hsql_jax.model.config import ModelConfig
+from hsql_jax.optim import OptimConfig
+
+
+def demo() -> DemoConfig:
+    """A Qwen3 of about a million parameters, trained from scratch."""
+    optim = OptimConfig(
+        name="muon", learning_rate=2e-2, adam_learning_rate=3e-3, b2=0.98, schedule="linear"
+    )
+    return DemoConfig(
+        model=ModelConfig(
+            vocab_size=1400,
+            d_model=128,
+            layers=4,
+            heads=4,
+            kv_heads=2,
+            head_dim=32,
+            d_ff=384,
+            remat="none",
+        ),
+        warmup=StageConfig(steps=300, rows=8, row_tokens=256, optim=optim),
+        sft=StageConfig(steps=900, rows=8, row_tokens=256, optim=optim),
+        rl=RlConfig(
+            optim=OptimConfig(
+                name="adamw",
+                learning_rate=2e-4,
+                gain_learning_rate=1.5e-2,
+                b2=0.99,
+                schedule="linear",
+                warmup=0.2,
+            )
+        ),
+    )

@@ -1,0 +1,1 @@
+"""What trajectories show: behaviour metrics, intervals, and the report."""

@@ -1,0 +1,107 @@
+"""A policy's raw turn -> tool calls. Tolerant of how a turn is written, strict about each call."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+_OPEN = "<tool_call>"
+_CLOSE = "</tool_call>"
+_THINK_OPEN = "<think>"
+_THINK_CLOSE = "</think>"
+_DECODER = json.JSONDecoder(strict=False)  # line breaks inside a SQL string are fine
+
+
+@dataclass(frozen=True)
+class ParsedCall:
+    """One tool call as written; `error` says why it cannot be run, "" when it can."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """The calls of one turn, in order. A turn without any is the policy's mistake."""
+
+    calls: tuple[ParsedCall, ...]
+
+
+def parse_turn(text: str) -> ParsedTurn:
+    """Return the calls outside the reasoning block. Never raises.
+
+    A call's end is found by decoding its JSON, so `</tool_call>` inside a string is text.
+    """
+    body = _after_thinking(text)
+    calls = []
+    start = body.find(_OPEN)
+    while start >= 0:
+        call, end = _parse_call(body, start + len(_OPEN))
+        calls.append(call)
+        start = body.find(_OPEN, end)
+    return ParsedTurn(tuple(calls))
+
+
+def _after_thinking(text: str) -> str:
+    """Return the text after the reasoning; its opening tag may be part of the prompt."""
+    head, close, tail = text.partition(_THINK_CLOSE)
+    if text.lstrip().startswith(_THINK_OPEN):
+        return tail
+    return tail if close and _OPEN not in head else text
+
+
+def _parse_call(body: str, start: int) -> tuple[ParsedCall, int]:
+    """Return the call that starts at `start` and where its text ends."""
+    while start < len(body) and body[start].isspace():
+        start += 1
+    try:
+        value, end = _DECODER.raw_decode(body, start)
+    except (ValueError, RecursionError) as error:
+        return ParsedCall(error=f"the tool call is not valid JSON: {_reason(error)}"), _skip(
+            body, start
+        )
+    if not body[end:].lstrip().startswith(_CLOSE):
+        return ParsedCall(error=f"the tool call does not end with {_CLOSE}"), _skip(body, end)
+    return _read_call(value), body.index(_CLOSE, end) + len(_CLOSE)
+
+
+def _reason(error: Exception) -> str:
+    return error.msg if isinstance(error, json.JSONDecodeError) else "too deep or too large"
+
+
+def _skip(body: str, start: int) -> int:
+    end = body.find(_CLOSE, start)
+    return len(body) if end < 0 else end + len(_CLOSE)
+
+
+def _read_call(value: object) -> ParsedCall:
+    if not isinstance(value, dict):
+        return ParsedCall(error="a tool call must be a JSON object with name and arguments")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return ParsedCall(error="a tool call needs a name")
+    arguments = value.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = _decode_arguments(arguments)
+    if not isinstance(arguments, dict):
+        return ParsedCall(name=name, error="arguments must be a JSON object")
+    if not _is_unicode(name) or not _is_unicode(json.dumps(arguments, ensure_ascii=False)):
+        return ParsedCall(error="the tool call holds characters that are not valid text")
+    return ParsedCall(name, arguments)
+
+
+def _decode_arguments(text: str) -> object:
+    try:
+        return _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,96 @@
+"""The action contract: four tools, their schemas, and the check of a call's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hsql_env.harness.parse import ParsedCall
+
+MAX_SCHEMA_TABLES = 20
+
+SYSTEM_PROMPT = (
+    "Answer the question with one SQLite query. Explore the database with the tools first: "
+    "list the tables, read their schema, try queries. "
+    "Only single read-only queries are allowed. Finish by calling sql_submit with the full query."
+)
+
+
+def _tool(name: str, description: str, properties: dict[str, Any], required: list[str]) -> Any:
+    parameters = {"type": "object", "properties": properties, "required": required}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+_QUERY = {"type": "string", "description": "One SELECT or WITH statement."}
+
+TOOLS: list[dict[str, Any]] = [
+    _tool("sql_list_tables", "List every table and view with its kind and row count.", {}, []),
+    _tool(
+        "sql_schema",
+        "Show the CREATE statement and 3 sample rows of each table.",
+        {
+            "tables": {
+                "type": "array",
+                "items": {"type": "string"},
+                "description": f"Table names, at most {MAX_SCHEMA_TABLES}.",
+            }
+        },
+        ["tables"],
+    ),
+    _tool(
+        "sql_exec",
+        "Run a read-only query and show its rows.",
+        {"query": _QUERY, "limit": {"type": "integer", "description": "Most rows to show."}},
+        ["query"],
+    ),
+    _tool("sql_submit", "Submit the final query and end.", {"query": _QUERY}, ["query"]),
+]
+
+TOOL_NAMES = tuple(tool["function"]["name"] for tool in TOOLS)
+
+
+def check_call(call: ParsedCall) -> str:
+    """Return why the call cannot be run, "" when it can."""
+    if call.error:
+        return call.error
+    if call.name not in _CHECKS:
+        return f"unknown tool: {call.name}; the tools are {', '.join(TOOL_NAMES)}"
+    allowed, check = _CHECKS[call.name]
+    extra = sorted(set(call.arguments) - allowed)
+    if extra:
+        return f"{call.name} has no argument {extra[0]}"
+    problem = check(call.arguments)
+    return f"{call.name}: {problem}" if problem else ""
+
+
+def _check_nothing(arguments: dict[str, Any]) -> str:
+    return ""
+
+
+def _check_tables(arguments: dict[str, Any]) -> str:
+    tables = arguments.get("tables")
+    if not isinstance(tables, list) or not all(isinstance(name, str) for name in tables):
+        return "tables must be a list of table names"
+    if not 1 <= len(tables) <= MAX_SCHEMA_TABLES:
+        return f"tables must hold 1 to {MAX_SCHEMA_TABLES} names, not {len(tables)}"
+    return ""
+
+
+def _check_query(arguments: dict[str, Any]) -> str:
+    return "" if isinstance(arguments.get("query"), str) else "query must be a string"
+
+
+def _check_exec(arguments: dict[str, Any]) -> str:
+    limit = arguments.get("limit")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        return "limit must be a whole number of at least 1"
+    return _check_query(arguments)
+
+
+_CHECKS: dict[str, tuple[frozenset[str], Callable[[dict[str, Any]], str]]] = {
+    "sql_list_tables": (frozenset(), _check_nothing),
+    "sql_schema": (frozenset({"tables"}), _check_tables),
+    "sql_exec": (frozenset({"query", "limit"}), _check_exec),
+    "sql_submit": (frozenset({"query"}), _check_query),
+}

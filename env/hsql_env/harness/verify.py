@@ -1,0 +1,61 @@
+"""The result half of the reward, equation (13): the submitted SQL's result against the oracle's."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from hsql_env.compare import compare
+from hsql_env.records import HiddenTask
+from hsql_env.sandbox import Execution, GuardProfile, Limits, SandboxPool
+
+_KNOWN_ORACLES = 4096
+VERIFY_LIMITS = Limits(wall_s=30.0, rows=100_000)
+
+
+class OracleError(RuntimeError):
+    """The verifier itself could not run: the episode is not a sample."""
+
+
+class Verifier:
+    """Executes submitted and oracle SQL in the sandbox; keeps the oracles' results by task."""
+
+    def __init__(self, pool: SandboxPool, limits: Limits = VERIFY_LIMITS) -> None:
+        self._pool = pool
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._oracles: OrderedDict[tuple[str, str, str], Execution] = OrderedDict()
+
+    def check(self, path: str, task: HiddenTask, sql: str, guard: GuardProfile = "default") -> bool:
+        """Execute `sql` under the verifier's limits and return whether its result is right.
+
+        A statement that fails, or whose result is too long to compare, is wrong, also where the
+        oracle's result is empty. Raises `OracleError` when the oracle or the sandbox fails.
+        """
+        answer = self._pool.execute(path, sql, self._limits, guard)
+        if answer.failure is not None and answer.failure.kind == "infrastructure":
+            raise OracleError(answer.failure.message)
+        oracle = self._oracle(path, task)
+        return answer.complete and compare(
+            oracle,
+            answer,
+            ordered=task.ordered,
+            names_required=task.names_required,
+            allow_empty=task.row_count == 0,
+        )
+
+    def _oracle(self, path: str, task: HiddenTask) -> Execution:
+        key = (path, task.task_id, task.oracle_sql)
+        with self._lock:
+            known = self._oracles.get(key)
+        if known is not None:
+            return known
+        oracle = self._pool.execute(path, task.oracle_sql, self._limits)
+        if not oracle.complete:
+            reason = oracle.failure.message if oracle.failure else "its result is too long"
+            raise OracleError(f"the oracle of task {task.task_id} did not run: {reason}")
+        with self._lock:
+            self._oracles[key] = oracle
+            if len(self._oracles) > _KNOWN_ORACLES:
+                self._oracles.popitem(last=False)
+        return oracle

@@ -1,0 +1,155 @@
+"""Finding database files and checking, before anything uses one, that it is whole and at rest.
+
+A registered file is opened immutable, so one that somebody still writes to must not be registered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import apsw
+
+from hsql_env.records import Database
+from hsql_env.sandbox.open import open_readonly
+
+SUFFIXES = frozenset({".sqlite", ".sqlite3", ".db"})
+
+_MAGIC = b"SQLite format 3\0"
+_HEADER_BYTES = 100
+_FULL_CHECK_BYTES = 64 * 1024 * 1024  # larger files have only the first page of each table read
+_WAL_VERSION = 2
+
+
+class DatabaseError(ValueError):
+    """A file or folder that cannot be used; the message says what, where and what to do."""
+
+
+def find_databases(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the SQLite files under `folder`, by suffix, sorted. Raises `DatabaseError`."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise DatabaseError(f"{root}: not a folder; name one that holds SQLite files")
+    found = sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES)
+    found = [path for path in found if path.is_file()]
+    if not found:
+        endings = ", ".join(sorted(SUFFIXES))
+        raise DatabaseError(f"{root}: no databases; put files ending in {endings} there")
+    return found
+
+
+def open_database(path: str | os.PathLike[str], database_id: str | None = None) -> Database:
+    """Return the record of a checked database file; its id is the file's stem unless given.
+
+    Raises `DatabaseError` for a file that is missing, not SQLite, truncated, corrupt or in use.
+    """
+    file = Path(path)
+    header = _read_header(file)
+    _check_size(file, header)
+    _check_at_rest(file, header)
+    _check_content(file)
+    return Database(
+        database_id=database_id or file.stem, path=str(file.resolve()), sha256=_sha256(file)
+    )
+
+
+def _read_header(file: Path) -> bytes:
+    if file.is_dir():
+        raise DatabaseError(f"{file}: a folder, not a database file")
+    try:
+        with file.open("rb") as stream:
+            header = stream.read(_HEADER_BYTES)
+    except OSError as error:
+        raise DatabaseError(f"{file}: {os.strerror(error.errno or 0)}") from error
+    if not header.startswith(_MAGIC):
+        raise DatabaseError(f"{file}: not a SQLite database; remove it or name another file")
+    if len(header) < _HEADER_BYTES:
+        raise _truncated(file)
+    return header
+
+
+def _check_size(file: Path, header: bytes) -> None:
+    """Compare the file's size with the header's page count, where that is valid."""
+    page_size = int.from_bytes(header[16:18], "big")
+    page_size = 65536 if page_size == 1 else page_size
+    pages = int.from_bytes(header[28:32], "big")
+    valid = header[24:28] == header[92:96]  # written by a version that keeps the count
+    if valid and file.stat().st_size < pages * page_size:
+        raise _truncated(file)
+
+
+def _truncated(file: Path) -> DatabaseError:
+    return DatabaseError(f"{file}: truncated, the file ends too early; copy it again")
+
+
+def _check_at_rest(file: Path, header: bytes) -> None:
+    for suffix in ("-wal", "-journal"):
+        side = file.with_name(file.name + suffix)
+        if _is_live(side):
+            raise DatabaseError(
+                f"{file}: in use, {side.name} holds changes not yet in it; close the program that "
+                f'writes to it, or run: sqlite3 {file.name} "PRAGMA journal_mode=DELETE"'
+            )
+    if header[18] != _WAL_VERSION:  # a WAL database at rest needs no lock to be read
+        _check_unlocked(file)
+
+
+def _is_live(side: Path) -> bool:
+    """Return whether a side file holds changes; a finished journal is empty or zeroed."""
+    try:
+        with side.open("rb") as stream:
+            return any(stream.read(8))
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise DatabaseError(f"{side}: {os.strerror(error.errno or 0)}") from error
+
+
+def _check_unlocked(file: Path) -> None:
+    """Try to read the way another program would, without waiting for a lock."""
+    try:
+        connection = apsw.Connection(str(file), flags=apsw.SQLITE_OPEN_READONLY)
+        try:
+            connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()
+        finally:
+            connection.close()
+    except apsw.BusyError as error:
+        raise DatabaseError(
+            f"{file}: locked by another program; close it or copy the file when it is done"
+        ) from error
+    except apsw.Error as error:
+        raise _corrupt(file, error) from error
+
+
+def _check_content(file: Path) -> None:
+    try:
+        connection = open_readonly(file)
+        try:
+            problem = _first_problem(connection, file.stat().st_size)
+        finally:
+            connection.close()
+    except (apsw.Error, UnicodeDecodeError) as error:
+        raise _corrupt(file, error) from error
+    if problem:
+        raise DatabaseError(f"{file}: corrupt, {problem}; restore it from a good copy")
+
+
+def _first_problem(connection: apsw.Connection, size: int) -> str:
+    if size <= _FULL_CHECK_BYTES:
+        said = str(connection.execute("PRAGMA quick_check(1)").fetchall()[0][0])
+        return "" if said == "ok" else " ".join(said.split())
+    query = "SELECT name FROM sqlite_schema WHERE type = 'table' AND rootpage > 0"
+    for (name,) in connection.execute(query).fetchall():
+        quoted = '"' + str(name).replace('"', '""') + '"'
+        connection.execute(f"SELECT count(*) FROM (SELECT 1 FROM {quoted} LIMIT 1)").fetchall()
+    return ""
+
+
+def _corrupt(file: Path, error: Exception) -> DatabaseError:
+    return DatabaseError(f"{file}: corrupt, {error}; restore it from a good copy")
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

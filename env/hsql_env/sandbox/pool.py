@@ -1,0 +1,275 @@
+"""A pool of worker processes: a killable process for every query in flight."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import queue
+import select
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
+from types import ModuleType, TracebackType
+from typing import Self
+
+from hsql_env.sandbox import worker as worker_module
+from hsql_env.sandbox.open import FileIdentity, file_identity
+from hsql_env.sandbox.types import Execution, Failure, FailureKind, GuardProfile, Limits, Table
+from hsql_env.sandbox.worker import ExecuteRequest, TablesRequest
+
+_START_SECONDS = 30.0
+_KNOWN_DATABASES = 4096  # databases whose tables stay in memory
+_ATTEMPTS = 2  # a worker that dies under a query gets one successor
+_start_lock = threading.Lock()
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed: no worker could be started, or the pool is closed."""
+
+
+class _WorkerDied(Exception):
+    """The worker's process ended before it replied."""
+
+
+class _Worker:
+    """One worker process and the parent's end of its pipe."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([worker_module.__name__])
+        self._pipe, theirs = context.Pipe()
+        self._process: ForkServerProcess = context.Process(
+            target=worker_module.serve, args=(theirs,), daemon=True, name="hsql-sandbox"
+        )
+        with _start_lock, _without_main_module():
+            self._process.start()
+        theirs.close()
+        self._poller = select.poll()  # `Connection.poll` builds a selector a call
+        self._poller.register(self._pipe.fileno(), select.POLLIN)
+        self._ready = False
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid or 0
+
+    def send(self, request: ExecuteRequest | TablesRequest) -> None:
+        """Hand the worker a request. Raises `_WorkerDied`."""
+        self._wait_ready()
+        try:
+            self._pipe.send_bytes(pickle.dumps(request))
+        except OSError as error:
+            raise _WorkerDied from error
+
+    def receive(self, seconds: float) -> object:
+        """Return the next reply. Raises `TimeoutError` after `seconds`, or `_WorkerDied`."""
+        try:
+            if not self._poller.poll(seconds * 1000):
+                raise TimeoutError
+            return pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, ConnectionError) as error:
+            raise _WorkerDied from error
+
+    def kill(self) -> None:
+        """End the process at once and reap it."""
+        self._process.kill()
+        self._process.join(_START_SECONDS)
+        self._pipe.close()
+
+    def _wait_ready(self) -> None:
+        if not self._ready:
+            self.receive(_START_SECONDS)
+            self._ready = True
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Hide `__main__` while a process starts: a worker must not import the program that uses it."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+class SandboxPool:
+    """Executes statements in worker processes; blocking, safe to share between threads.
+
+    The wall limit is enforced from outside: a worker past it is killed with SIGKILL and replaced.
+    No method raises for what a statement does; failures are values.
+    """
+
+    def __init__(self, workers: int = 2, queue_s: float = 600.0) -> None:
+        """Start `workers` processes; a call waits at most `queue_s` seconds for a free one."""
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, not {workers}")
+        self._queue_s = queue_s
+        self._closed = False
+        self._lock = threading.Lock()
+        self._tables: OrderedDict[tuple[str, FileIdentity], tuple[Table, ...]] = OrderedDict()
+        self._all: set[_Worker] = set()
+        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        for _ in range(workers):
+            self._idle.put(self._start())
+
+    def execute(
+        self,
+        path: str,
+        sql: str,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        guard: GuardProfile = "default",
+    ) -> Execution:
+        """Execute one statement on the database file at `path`."""
+        return self.execute_many(path, (sql,), limits, guard)[0]
+
+    def execute_many(
+        self,
+        path: str,
+        sqls: Sequence[str],
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        guard: GuardProfile = "default",
+    ) -> list[Execution]:
+        """Execute statements in order, each under its own limits; one outcome a statement.
+
+        They share one round trip. A statement that is killed or kills its worker does not affect
+        the ones after it.
+        """
+        done: list[Execution] = []
+        died = 0
+        while len(done) < len(sqls):
+            before = len(done)
+            try:
+                with self._borrow() as worker:
+                    self._drain(worker, path, tuple(sqls[before:]), limits, guard, done)
+            except SandboxError as error:
+                return done + [_failed("infrastructure", str(error))] * (len(sqls) - len(done))
+            except TimeoutError:
+                done.append(_failed("timeout", f"the query took longer than {limits.wall_s:g} s"))
+            except _WorkerDied:
+                died = died + 1 if len(done) == before else 1
+                if died >= _ATTEMPTS:
+                    done.append(_failed("infrastructure", "the query's worker process died"))
+                    died = 0
+        return done
+
+    def tables(self, path: str, wall_s: float = 60.0) -> tuple[Table, ...] | Failure:
+        """Return every table and view of the database, kept in memory by file identity."""
+        try:
+            key = (path, file_identity(path))
+        except OSError:
+            return Failure("infrastructure", "the database file does not exist")
+        with self._lock:
+            known = self._tables.get(key)
+        if known is not None:
+            return known
+        try:
+            with self._borrow() as worker:
+                worker.send(TablesRequest(path))
+                tables = worker.receive(wall_s)
+        except SandboxError as error:
+            return Failure("infrastructure", str(error))
+        except TimeoutError:
+            return Failure("timeout", f"reading the tables took longer than {wall_s:g} s")
+        except _WorkerDied:
+            return Failure("infrastructure", "the worker process died reading the tables")
+        if isinstance(tables, Failure):
+            return tables
+        assert isinstance(tables, tuple)
+        self._remember(key, tables)
+        return tables
+
+    def worker_pids(self) -> tuple[int, ...]:
+        """Return the process ids of the workers now alive."""
+        with self._lock:
+            return tuple(worker.pid for worker in self._all)
+
+    def close(self) -> None:
+        """Kill every worker. Calls in flight return an infrastructure failure."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            workers = list(self._all)
+        self._idle.put(None)
+        for worker in workers:
+            self._end(worker)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _drain(
+        self,
+        worker: _Worker,
+        path: str,
+        sqls: tuple[str, ...],
+        limits: Limits,
+        guard: GuardProfile,
+        done: list[Execution],
+    ) -> None:
+        worker.send(ExecuteRequest(path, sqls, limits, guard))
+        for _ in sqls:
+            reply = worker.receive(limits.wall_s)
+            assert isinstance(reply, Execution)
+            done.append(reply)
+
+    @contextmanager
+    def _borrow(self) -> Iterator[_Worker]:
+        """Lend an idle worker; one that was not given back in order is replaced."""
+        worker = self._take()
+        healthy = False
+        try:
+            yield worker
+            healthy = True
+        finally:
+            if not healthy:
+                self._end(worker)
+            self._idle.put(worker if healthy else self._replace())
+
+    def _take(self) -> _Worker:
+        try:
+            worker = self._idle.get(timeout=self._queue_s)
+        except queue.Empty:
+            raise SandboxError(f"no worker was free for {self._queue_s:g} s") from None
+        if worker is None or self._closed:
+            self._idle.put(None)  # wake the next waiter too
+            raise SandboxError("the sandbox is closed")
+        return worker
+
+    def _replace(self) -> _Worker | None:
+        return None if self._closed else self._start()
+
+    def _start(self) -> _Worker:
+        try:
+            worker = _Worker()
+        except OSError as error:
+            raise SandboxError(f"no worker process could be started: {error}") from error
+        with self._lock:
+            self._all.add(worker)
+        return worker
+
+    def _end(self, worker: _Worker) -> None:
+        with self._lock:
+            self._all.discard(worker)
+        worker.kill()
+
+    def _remember(self, key: tuple[str, FileIdentity], tables: tuple[Table, ...]) -> None:
+        with self._lock:
+            self._tables[key] = tables
+            if len(self._tables) > _KNOWN_DATABASES:
+                self._tables.popitem(last=False)
+
+
+def _failed(kind: FailureKind, message: str) -> Execution:
+    return Execution(failure=Failure(kind, message))

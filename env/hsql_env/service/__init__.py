@@ -1,0 +1,1 @@
+"""Many episodes behind one address: HTTP/JSON service, clients, launcher."""

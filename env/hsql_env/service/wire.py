@@ -1,0 +1,75 @@
+"""What goes over the wire. Hidden fields of a task have no place here."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hsql_env.records import Call, Message, Verdict
+
+ProblemKind = Literal["not_found", "conflict", "invalid", "infrastructure"]
+
+
+class Wire(BaseModel):
+    """Base of all bodies: an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Start(Wire):
+    """Begin an episode of a task. The seed is the policy's; the environment has no chance in it."""
+
+    task_id: str
+    seed: int = 0
+
+
+class Started(Wire):
+    """A new episode: its first messages and the tools, as OpenAI function schemas."""
+
+    episode_id: str
+    messages: tuple[Message, ...]
+    tools: list[dict[str, Any]]
+
+
+class Step(Wire):
+    """One turn of the policy. `turn` counts from 1; the same turn sent again is answered again."""
+
+    turn: int = Field(ge=1)
+    content: str
+
+
+class Stepped(Wire):
+    """The observations of a turn, one tool message a call."""
+
+    messages: tuple[Message, ...]
+    terminated: bool
+    truncated: bool
+    notes: tuple[str, ...] = ()
+
+
+class Finished(Wire):
+    """The judgement on an episode and its transcript's calls."""
+
+    verdict: Verdict
+    calls: tuple[Call, ...]
+    turns: int
+    final_sql: str
+    terminated: bool
+    truncated: bool
+
+
+class Health(Wire):
+    """The service's size."""
+
+    status: Literal["ok"]
+    tasks: int
+    databases: int
+    episodes: int
+
+
+class Problem(Wire):
+    """The body of every error."""
+
+    kind: ProblemKind
+    message: str

@@ -1,0 +1,1 @@
+"""Task synthesis: example databases, catalogs, and verified question-and-SQL tasks."""

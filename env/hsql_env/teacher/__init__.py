@@ -1,0 +1,1 @@
+"""Policies that speak text, and the collection of their trajectories."""

@@ -1,0 +1,130 @@
+"""Edge cases 15, 19, 21 and 22, and that fingerprints agree with the comparer."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from hsql_env.compare import compare, fingerprint
+from hsql_env.sandbox import Execution, Row, Value
+
+
+def relation(rows: Sequence[Row], columns: Sequence[str] | None = None) -> Execution:
+    """Return a complete result."""
+    names = columns if columns is not None else [f"c{i}" for i in range(len(rows[0]))]
+    return Execution(tuple(names), tuple(rows), len(rows))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "equal"),
+    [
+        (1, 1.0, True),
+        (1, "1", False),
+        (None, 0, False),
+        (None, "", False),
+        (0, "", False),
+        (0, 0.0, True),
+        (0.0, -0.0, True),
+        ("a", b"a", False),
+        ("a", "A", False),
+        ("a", "a ", False),
+        (0.1 + 0.2, 0.3, True),
+        (1234567.0000000002, 1234567, True),
+        (1e-12, 0, True),
+        (0.3333, 1 / 3, False),
+        (2.5, 2.51, False),
+        (2**53 + 1, 2**53, False),
+        (2**53 + 1, float(2**53), False),
+        (float("inf"), float("inf"), True),
+        (float("inf"), 1e308, False),
+        (float("nan"), float("nan"), True),
+        (float("nan"), None, False),
+    ],
+)
+def test_cells(left: Value, right: Value, equal: bool) -> None:
+    a, b = relation([(left,)]), relation([(right,)])
+    assert compare(a, b) is compare(b, a) is equal
+    assert compare(a, b, ordered=True) is equal
+    if fingerprint(a) == fingerprint(b):
+        assert equal
+
+
+def test_rows_are_a_multiset_unless_ordered() -> None:
+    a = relation([(1, "x"), (2, "y"), (2, "y")])
+    b = relation([(2, "y"), (1, "x"), (2, "y")])
+    assert compare(a, b)
+    assert not compare(a, b, ordered=True)
+    assert not compare(a, relation([(1, "x"), (1, "x"), (2, "y")]))
+    assert not compare(a, relation([(1, "x"), (2, "y")]))
+    assert fingerprint(a) == fingerprint(b)
+    assert fingerprint(a, ordered=True) != fingerprint(b, ordered=True)
+
+
+def test_names_count_only_where_required() -> None:
+    a = relation([(1, 2)], ["total", "n"])
+    assert compare(a, relation([(2, 1)], ["n", "total"]), names_required=True)
+    assert not compare(a, relation([(1, 2)], ["n", "total"]), names_required=True)
+    assert compare(a, relation([(1, 2)], ["x", "y"]))
+    assert not compare(a, relation([(1, 2)], ["x", "y"]), names_required=True)
+    assert not compare(a, relation([(1,)], ["total"]))
+
+
+def test_duplicate_names_keep_both_columns() -> None:
+    a = relation([(1, 2)], ["a", "a"])
+    assert compare(a, relation([(2, 1)], ["a", "a"]), names_required=True)
+    assert not compare(a, relation([(1, 1)], ["a", "a"]), names_required=True)
+
+
+def test_empty_results_are_equal_only_where_allowed() -> None:
+    empty = relation([], ["a"])
+    assert not compare(empty, empty)
+    assert compare(empty, empty, allow_empty=True)
+    assert not compare(empty, relation([], ["a", "b"]), allow_empty=True)
+    assert not compare(empty, relation([(1,)]), allow_empty=True)
+
+
+def test_columns_of_equal_multisets_are_told_apart() -> None:
+    a = relation([(1, 2, 3), (2, 3, 1), (3, 1, 2)])
+    assert compare(a, relation([(2, 1, 3), (3, 2, 1), (1, 3, 2)]))
+    assert not compare(a, relation([(1, 1, 3), (2, 2, 1), (3, 3, 2)]))
+    swapped = relation([(1, 2), (2, 1), (3, 3)]), relation([(1, 1), (2, 2), (3, 3)])
+    assert not compare(*swapped)
+
+
+def test_float_noise_does_not_misalign_rows() -> None:
+    a = relation([(0.1 + 0.2, "b"), (0.3, "a")])
+    assert compare(a, relation([(0.3, "b"), (0.1 + 0.2, "a")]))
+
+
+def test_26_permuted_columns_take_milliseconds() -> None:
+    rng = random.Random(0)
+    rows = [tuple(rng.randint(0, 1) for _ in range(26)) for _ in range(20)]
+    order = rng.sample(range(26), 26)
+    shuffled = [tuple(row[index] for index in order) for row in rng.sample(rows, len(rows))]
+    wrong = [(*shuffled[0][:-1], 1 - shuffled[0][-1]), *shuffled[1:]]
+    start = time.process_time()
+    assert compare(relation(rows), relation(shuffled))
+    assert not compare(relation(rows), relation(wrong))
+    assert time.process_time() - start < 0.1
+    assert fingerprint(relation(rows)) == fingerprint(relation(shuffled))
+
+
+def test_fingerprints_agree_with_the_comparer() -> None:
+    rng = random.Random(1)
+    pool: list[Value] = [None, 0, 1, 2.0, 0.5, "", "x", b"x"]
+    relations = [
+        relation([tuple(rng.choice(pool[:3]) for _ in range(2)) for _ in range(2)])
+        for _ in range(40)
+    ] + [relation([(value, other)]) for value in pool for other in pool]
+    for a in relations:
+        for b in relations:
+            assert (fingerprint(a) == fingerprint(b)) is compare(a, b)
+
+
+def test_fingerprint_is_stable() -> None:
+    assert fingerprint(relation([(1, "a"), (None, 2.5)])) == (
+        "e3b38a6dec1c3e3c3b60cc2f8ca598f8d7fe1887e5504cce7118d8dcd1727a2f"
+    )

@@ -1,0 +1,189 @@
+"""The episode loop: any policy, many episodes at a time, failures as values."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import call, make_task
+
+from hsql_env.driver import Job, Rollout, run_episode, run_episodes
+from hsql_env.harness import InfrastructureError
+from hsql_env.records import Database, Message, PublicTask, write_jsonl
+from hsql_env.service.client import AsyncEnvironment, RequestRefused
+from hsql_env.service.launcher import ServiceProcess
+
+COUNT = "SELECT count(*) FROM city"
+Act = Callable[[int, Sequence[Message]], str | None]
+
+
+class Script:
+    """A policy that plays a function of the turn's number and the new messages."""
+
+    name = "script"
+
+    def __init__(self, act: Act) -> None:
+        self._act = act
+
+    def begin(
+        self, task: PublicTask, seed: int, messages: Sequence[Message], tools: list[dict[str, Any]]
+    ) -> ScriptSession:
+        assert len(tools) == 4
+        return ScriptSession(self._act)
+
+
+class ScriptSession:
+    """Keeps the messages that it was given."""
+
+    def __init__(self, act: Act) -> None:
+        self._act = act
+        self.turn = 0
+        self.given: list[Sequence[Message]] = []
+
+    async def act(self, new_messages: Sequence[Message]) -> str | None:
+        self.turn += 1
+        self.given.append(new_messages)
+        return self._act(self.turn, new_messages)
+
+
+def solve(turn: int, new: Sequence[Message]) -> str | None:
+    """Look, try, submit."""
+    turns = [call("sql_list_tables"), call("sql_exec", query=COUNT)]
+    return (*turns, call("sql_submit", query=COUNT))[turn - 1]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, city_path: str) -> ServiceProcess:
+    """A service that is not started yet."""
+    folder = tmp_path_factory.mktemp("driver")
+    database = Database(database_id="city", path=city_path, sha256="0" * 64)
+    write_jsonl(folder / "databases.jsonl", [database])
+    write_jsonl(folder / "tasks.jsonl", [make_task(COUNT, task_id=f"t{i}") for i in range(40)])
+    return ServiceProcess(folder / "tasks.jsonl", folder / "databases.jsonl")
+
+
+@pytest.fixture(scope="module")
+def url(service: ServiceProcess) -> Any:
+    """The address of the running service."""
+    with service:
+        yield service.url
+
+
+def task(number: int) -> PublicTask:
+    """Return the public half of a task of the service."""
+    return make_task(COUNT, task_id=f"t{number}").public
+
+
+def play_one(url: str, act: Act, public: PublicTask | None = None) -> Rollout:
+    """Play one episode against the service."""
+
+    async def run() -> Rollout:
+        async with AsyncEnvironment(url) as env:
+            return await run_episode(env, public or task(1), Script(act), seed=5)
+
+    return asyncio.run(run())
+
+
+def test_one_episode(url: str) -> None:
+    rollout = play_one(url, solve)
+    trajectory = rollout.trajectory
+    assert trajectory.verdict.reward == 1.0
+    assert (trajectory.trajectory_id, trajectory.policy) == ("script/t1/5", "script")
+    assert [message.role for message in trajectory.messages] == [
+        "system", "user", "assistant", "tool", "assistant", "tool", "assistant", "tool",
+    ]  # fmt: skip
+    assert (trajectory.turns, trajectory.terminated, trajectory.final_sql) == (3, True, COUNT)
+    session = rollout.session
+    assert isinstance(session, ScriptSession)
+    given = [message for new in session.given for message in new]
+    seen = [message for message in trajectory.messages[:-1] if message.role != "assistant"]
+    assert given == seen
+
+
+def test_many_episodes_keep_the_jobs_order(url: str) -> None:
+    ended: list[str] = []
+    drawn: list[int] = []
+
+    def jobs() -> Any:
+        for number in range(40):
+            drawn.append(number)
+            yield task(number), number
+
+    async def run() -> list[Rollout]:
+        async with AsyncEnvironment(url) as env:
+            return await run_episodes(
+                env,
+                jobs(),
+                Script(solve),
+                concurrency=8,
+                on_done=lambda rollout: ended.append(rollout.trajectory.task.task_id),
+            )
+
+    rollouts = asyncio.run(run())
+    assert [rollout.trajectory.task.task_id for rollout in rollouts] == [f"t{i}" for i in range(40)]
+    assert all(rollout.trajectory.verdict.reward == 1.0 for rollout in rollouts)
+    assert sorted(ended) == sorted(f"t{i}" for i in range(40))
+    assert drawn == list(range(40))
+
+
+def test_policy_that_cannot_go_on_is_truncated(url: str) -> None:
+    trajectory = play_one(url, lambda turn, new: None if turn == 2 else solve(turn, new)).trajectory
+    assert (trajectory.turns, trajectory.terminated, trajectory.truncated) == (1, False, True)
+    assert trajectory.verdict.violations == {"budget": 1, "no_submit": 1}
+    assert trajectory.verdict.infrastructure == ""
+
+
+def test_failure_of_the_policys_machinery_is_a_value(url: str) -> None:
+    def act(turn: int, new: Sequence[Message]) -> str:
+        raise InfrastructureError("the model's server is gone")
+
+    verdict = play_one(url, act).trajectory.verdict
+    assert (verdict.infrastructure, verdict.reward) == ("the model's server is gone", 0.0)
+
+
+def test_a_fault_in_the_policy_is_raised(url: str) -> None:
+    def act(turn: int, new: Sequence[Message]) -> str:
+        raise KeyError("bug")
+
+    async def run(jobs: list[Job]) -> None:
+        async with AsyncEnvironment(url) as env:
+            await run_episodes(env, jobs, Script(act), concurrency=2)
+
+    with pytest.raises(KeyError, match="bug"):
+        asyncio.run(run([(task(1), 0), (task(2), 0)]))
+
+
+def test_unknown_task_is_raised(url: str) -> None:
+    with pytest.raises(RequestRefused, match="unknown task: nosuch"):
+        play_one(url, solve, task(1).model_copy(update={"task_id": "nosuch"}))
+
+
+def test_a_dying_service_spoils_episodes_and_not_the_batch(
+    service: ServiceProcess, tmp_path: Path, city_path: str
+) -> None:
+    database = Database(database_id="city", path=city_path, sha256="0" * 64)
+    write_jsonl(tmp_path / "d.jsonl", [database])
+    write_jsonl(tmp_path / "t.jsonl", [make_task(COUNT, task_id=f"t{i}") for i in range(8)])
+    with ServiceProcess(tmp_path / "t.jsonl", tmp_path / "d.jsonl") as dying:
+
+        def act(turn: int, new: Sequence[Message]) -> str | None:
+            if turn == 2:
+                os.kill(dying.pid, signal.SIGKILL)
+            return solve(turn, new)
+
+        async def run() -> list[Rollout]:
+            async with AsyncEnvironment(dying.url) as env:
+                jobs = [(task(number), 0) for number in range(4)]
+                return await run_episodes(env, jobs, Script(act), concurrency=2)
+
+        rollouts = asyncio.run(run())
+    assert len(rollouts) == 4
+    for rollout in rollouts:
+        assert rollout.trajectory.verdict.infrastructure.startswith("no answer from http")
+        assert rollout.trajectory.verdict.reward == 0.0
+    assert [rollout.trajectory.turns for rollout in rollouts] == [2, 2, 0, 0]

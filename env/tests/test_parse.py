@@ -1,0 +1,82 @@
+"""Edge case 24: what a policy may write, and what each of it means."""
+
+from __future__ import annotations
+
+import pytest
+
+from hsql_env.harness import ParsedCall, parse_turn
+
+
+def wrap(body: str) -> str:
+    """Return the text of one tool call."""
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+EXEC = '{"name": "sql_exec", "arguments": {"query": "SELECT 1"}}'
+PARSED = ParsedCall("sql_exec", {"query": "SELECT 1"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        wrap(EXEC),
+        f"<think>\nlet me see\n</think>\n\n{wrap(EXEC)}",
+        f"<think>a <tool_call> is due</think>{wrap(EXEC)}",
+        f"still thinking</think>{wrap(EXEC)}",
+        f"I will look.\n{wrap(EXEC)}\n",
+        f"<tool_call>{EXEC}</tool_call>",
+        wrap('{"name": "sql_exec", "arguments": "{\\"query\\": \\"SELECT 1\\"}"}'),
+    ],
+)
+def test_one_call(text: str) -> None:
+    assert parse_turn(text).calls == (PARSED,)
+
+
+def test_two_calls_keep_their_order() -> None:
+    calls = parse_turn(wrap(EXEC) + "\n" + wrap('{"name": "sql_list_tables"}')).calls
+    assert calls == (PARSED, ParsedCall("sql_list_tables", {}))
+
+
+def test_closing_tag_inside_sql_is_text() -> None:
+    body = '{"name": "sql_exec", "arguments": {"query": "SELECT \'</tool_call>\'"}}'
+    assert parse_turn(wrap(body) + wrap(EXEC)).calls == (
+        ParsedCall("sql_exec", {"query": "SELECT '</tool_call>'"}),
+        PARSED,
+    )
+
+
+def test_line_break_inside_sql_is_kept() -> None:
+    body = '{"name": "sql_exec", "arguments": {"query": "SELECT\n1"}}'
+    assert parse_turn(wrap(body)).calls == (ParsedCall("sql_exec", {"query": "SELECT\n1"}),)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ('{"name": "sql_exec", "arguments": {"query": "SELECT', "not valid JSON"),
+        ('{"name": "sql_exec", "arguments": {"query": SELECT 1}}', "not valid JSON"),
+        ("", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        (EXEC + "}", "does not end with"),
+        ("[1]", "must be a JSON object"),
+        ('{"arguments": {}}', "needs a name"),
+        ('{"name": 1}', "needs a name"),
+        ('{"name": "sql_exec", "arguments": [1]}', "arguments must be"),
+        ('{"name": "sql_exec", "arguments": "SELECT 1"}', "arguments must be"),
+        ('{"name": "sql_exec", "arguments": {"query": "\\ud800"}}', "not valid text"),
+    ],
+)
+def test_bad_call_has_a_reason_and_hides_no_other(body: str, reason: str) -> None:
+    bad, good = parse_turn(wrap(body) + wrap(EXEC)).calls
+    assert reason in bad.error
+    assert good == PARSED
+
+
+def test_unclosed_call_is_an_error() -> None:
+    (cut,) = parse_turn("<tool_call>\n" + EXEC).calls
+    assert cut.error == "the tool call does not end with </tool_call>"
+
+
+@pytest.mark.parametrize("text", ["", "no call", f"<think>{wrap(EXEC)}", "</tool_call>"])
+def test_no_call(text: str) -> None:
+    assert parse_turn(text).calls == ()

@@ -1,0 +1,210 @@
+"""Limits, results and worker processes; edge cases 1-5, 12, 14-16, 18, 23."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hsql_env.sandbox import Failure, Limits, SandboxPool
+
+HANGING = "SELECT instr(hex(zeroblob(50000000)), hex(zeroblob(20000000)) || '1')"
+COUNTING = (
+    "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c{}) SELECT count(*) FROM c"
+)
+
+
+def test_uninterruptible_query_is_killed_and_others_go_on(city_path: str) -> None:
+    with SandboxPool(workers=2) as pool:
+        before = set(pool.worker_pids())
+        killed = []
+        limits = Limits(wall_s=0.5)
+        thread = threading.Thread(
+            target=lambda: killed.append(pool.execute(city_path, HANGING, limits))
+        )
+        thread.start()
+        assert pool.execute(city_path, "SELECT 1").rows == ((1,),)
+        thread.join()
+        assert killed[0].failure == Failure("timeout", "the query took longer than 0.5 s")
+        for _ in range(2):
+            assert pool.execute(city_path, "SELECT 2").rows == ((2,),)
+        assert len(set(pool.worker_pids()) & before) == 1
+        assert len(pool.worker_pids()) == 2
+
+
+def test_recursive_queries(pool: SandboxPool, city_path: str) -> None:
+    endless = pool.execute(city_path, COUNTING.format(""), Limits(wall_s=0.3))
+    assert endless.failure is not None
+    assert endless.failure.kind == "timeout"
+    assert pool.execute(city_path, COUNTING.format(" LIMIT 1000")).rows == ((1000,),)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT replace(hex(zeroblob(200000000)), '0', '00')",
+        "WITH RECURSIVE c(s) AS (SELECT 'x' UNION ALL SELECT s || s FROM c) SELECT max(s) FROM c",
+        "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c LIMIT 5000) "
+        "SELECT group_concat(hex(zeroblob(100000))) FROM c",
+    ],
+)
+def test_memory_is_bounded(pool: SandboxPool, city_path: str, sql: str) -> None:
+    failure = pool.execute(city_path, sql, Limits(memory_mb=64)).failure
+    assert failure is not None
+    assert failure.kind in {"memory", "too_large"}
+    assert pool.execute(city_path, "SELECT 1").rows == ((1,),)
+
+
+def test_rows_are_capped_and_counted(pool: SandboxPool, city_path: str) -> None:
+    sql = COUNTING.format(" LIMIT 20000").replace("count(*)", "n, 'some text to fill the row'")
+    execution = pool.execute(city_path, sql)
+    assert execution.ok
+    assert len(execution.rows) == 50
+    assert execution.total_rows == 20_000
+    assert not execution.complete
+    bounded = pool.execute(city_path, sql, Limits(max_rows=1000))
+    assert (bounded.total_rows, bounded.total_exact) == (1000, False)
+
+
+def test_values(pool: SandboxPool, city_path: str) -> None:
+    assert pool.execute(city_path, "SELECT 1 AS a, 2 AS a").columns == ("a", "a")
+    assert pool.execute(city_path, "SELECT 9007199254740993, -9223372036854775808").rows == (
+        (9007199254740993, -9223372036854775808),
+    )
+    empty = pool.execute(city_path, "SELECT id, name FROM city WHERE 0")
+    assert (empty.columns, empty.rows, empty.total_rows) == (("id", "name"), (), 0)
+    assert pool.execute(city_path, 'SELECT x FROM "a ""b"').rows == ((b"\x01\x02",),)
+    broken = pool.execute(city_path, "SELECT CAST(x'ff41' AS TEXT) AS t, 1, NULL; -- x")
+    assert (broken.columns, broken.rows) == (("t", "1", "NULL"), (("\ufffdA", 1, None),))
+
+
+def test_execute_many_limits_each_statement(pool: SandboxPool, city_path: str) -> None:
+    sqls = ["SELECT 1", COUNTING.format(""), "SELECT nosuch", "SELECT 2"]
+    results = pool.execute_many(city_path, sqls, Limits(wall_s=0.3))
+    kinds = [result.failure.kind if result.failure else "" for result in results]
+    assert kinds == ["", "timeout", "sql_error", ""]
+    assert (results[0].rows, results[3].rows) == (((1,),), ((2,),))
+
+
+def test_tables(pool: SandboxPool, city_path: str) -> None:
+    tables = pool.tables(city_path)
+    assert not isinstance(tables, Failure)
+    assert [(table.name, table.kind, table.row_count) for table in tables] == [
+        ("city", "table", 3),
+        ("river", "table", 2),
+        ("large", "view", 2),
+        ('a "b', "table", 1),
+        ("order", "table", 0),
+        ("note", "table", 2),
+    ]
+    river = tables[1]
+    assert river.sql.startswith("CREATE TABLE river")
+    assert river.sample_columns == ("name", "city_id", "km")
+    assert river.sample_rows == (("Akerselva", 1, 8.2), ("Alna", 1, 17.0))
+
+
+def test_missing_file_is_infrastructure(pool: SandboxPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "gone.sqlite")
+    execution = pool.execute(path, "SELECT 1")
+    tables = pool.tables(path)
+    assert execution.failure == tables
+    assert isinstance(tables, Failure)
+    assert tables.kind == "infrastructure"
+    assert path not in tables.message
+
+
+def test_worker_killed_from_outside_is_replaced(city_path: str) -> None:
+    with SandboxPool(workers=1) as pool:
+        pool.execute(city_path, "SELECT 1")
+        os.kill(pool.worker_pids()[0], signal.SIGKILL)
+        assert pool.execute(city_path, "SELECT 2").rows == ((2,),)
+
+
+def test_worker_that_keeps_dying_is_infrastructure(city_path: str) -> None:
+    with SandboxPool(workers=1) as pool:
+        stop = threading.Event()
+
+        def assassin() -> None:
+            while not stop.wait(0.02):
+                for pid in pool.worker_pids():
+                    os.kill(pid, signal.SIGKILL)
+
+        thread = threading.Thread(target=assassin)
+        thread.start()
+        failure = pool.execute(city_path, HANGING, Limits(wall_s=30)).failure
+        stop.set()
+        thread.join()
+        assert failure == Failure("infrastructure", "the query's worker process died")
+        assert pool.execute(city_path, "SELECT 1").rows == ((1,),)
+
+
+def test_closing_fails_a_query_in_flight(city_path: str) -> None:
+    pool = SandboxPool(workers=1)
+    pool.execute(city_path, "SELECT 1")
+    results = []
+    thread = threading.Thread(target=lambda: results.append(pool.execute(city_path, HANGING)))
+    thread.start()
+    time.sleep(0.2)
+    pool.close()
+    thread.join(5)
+    assert results[0].failure.kind == "infrastructure"
+    assert pool.execute(city_path, "SELECT 1").failure == Failure(
+        "infrastructure", "the sandbox is closed"
+    )
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether a process runs; one that waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_dead(pids: list[int], seconds: float = 10.0) -> bool:
+    """Wait for every process to end; return whether all did."""
+    deadline = time.monotonic() + seconds
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_alive, pids))
+
+
+PARENT = """
+import os, sys, threading
+assert __name__ == "__main__", "a worker imported the program"
+from hsql_env.sandbox import SandboxPool
+pool = SandboxPool(workers=2)
+for _ in range(4):
+    pool.execute(sys.argv[1], "SELECT 1")
+threading.Thread(target=pool.execute, args=(sys.argv[1], sys.argv[2]), daemon=True).start()
+print(*pool.worker_pids(), flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_workers_die_with_their_parent(
+    city_path: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, str(program), city_path, HANGING],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(map(is_alive, pids))
+        parent.send_signal(number)
+    assert wait_until_dead(pids)

@@ -1,0 +1,133 @@
+"""The `hsql` command: chooses a program, builds its config, runs it, and reports what went wrong.
+
+Programs are imported only once their config is complete, so `hsql --help` does not wait for JAX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import importlib
+import multiprocessing
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from hsql_jax import __version__
+from hsql_jax.errors import UserError
+
+INTERRUPTED = 128 + signal.SIGINT  # the shell's status for a process ended by Ctrl-C
+TERMINATED = 128 + signal.SIGTERM
+
+
+@dataclasses.dataclass(frozen=True)
+class Verb:
+    """A program of the command line: `module` has `main(config)`."""
+
+    summary: str
+    module: str
+    config: str  # where the defaults come from, FILE.py:FUNCTION
+
+
+VERBS: Mapping[str, Verb] = {
+    "demo": Verb(
+        "The whole loop in minutes on a CPU: databases, tasks, teacher, SFT, RL, evaluation.",
+        "hsql_jax.demo",
+        "configs/demo.py:demo",
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None, verbs: Mapping[str, Verb] = VERBS) -> int:
+    """Run `hsql ARGUMENTS` (default: the process's own) and return its exit status.
+
+    0: done; 2: the user's to mend, one line on stderr; 130: interrupted, with the command that
+    continues. A programming error keeps its traceback.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        with _children_end_with_us():
+            _dispatch(arguments, verbs)
+    except KeyboardInterrupt:
+        print(f"\nhsql: interrupted; to continue: {_resume_command(arguments)}", file=sys.stderr)
+        return INTERRUPTED
+    except Exception as error:
+        if not _is_users(error):
+            raise
+        print(f"hsql: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _dispatch(arguments: Sequence[str], verbs: Mapping[str, Verb]) -> None:
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if name in ("-h", "--help"):
+        print(_usage(verbs))
+    elif name == "--version":
+        print(f"hsql {__version__}")
+    elif name in verbs:
+        verb = verbs[name]
+        config = _config(name, verb, rest)
+        importlib.import_module(verb.module).main(config)
+    else:
+        near = difflib.get_close_matches(name, verbs, n=1, cutoff=0.0)
+        raise UserError(f"no verb {name!r}; did you mean `hsql {near[0]}`? See `hsql --help`")
+
+
+def _usage(verbs: Mapping[str, Verb]) -> str:
+    width = max(map(len, verbs))
+    lines = [f"  {name:<{width}}  {verb.summary}" for name, verb in verbs.items()]
+    return "\n".join(
+        [
+            "usage: hsql VERB [--config FILE.py:FUNCTION] [OPTIONS]",
+            "",
+            *lines,
+            "",
+            "`hsql VERB --help` lists the options of a verb with their defaults.",
+        ]
+    )
+
+
+def _config(name: str, verb: Verb, arguments: Sequence[str]) -> Any:
+    """The verb's config: from `--config` or the verb's own file, then the overrides."""
+    from hsql_jax.config import load_config, override
+
+    parser = argparse.ArgumentParser(prog=f"hsql {name}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default=verb.config, metavar="FILE.py:FUNCTION")
+    chosen, overrides = parser.parse_known_args(arguments)
+    description = (
+        f"{verb.summary}\n\nThe defaults below are those of {chosen.config}; "
+        "take others with --config FILE.py:FUNCTION."
+    )
+    return override(load_config(chosen.config), overrides, f"hsql {name}", description)
+
+
+def _is_users(error: Exception) -> bool:
+    """Ours and those of the text half, whose error types all carry a line for the user."""
+    return isinstance(error, UserError) or type(error).__module__.startswith("hsql_env.")
+
+
+def _resume_command(arguments: Sequence[str]) -> str:
+    again = [*arguments] if "--resume" in arguments else [*arguments, "--resume"]
+    return shlex.join(["hsql", *again])
+
+
+@contextmanager
+def _children_end_with_us() -> Iterator[None]:
+    """Whatever ends the block, a `kill` too, its `with` statements unwind and no worker is left."""
+
+    def unwind(signum: int, frame: object) -> NoReturn:
+        raise SystemExit(TERMINATED)
+
+    previous = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        for child in multiprocessing.active_children():
+            child.terminate()
+            child.join()
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,371 @@
+"""The whole loop in one command: databases, tasks, teacher, warm-up, SFT, RL, evaluation, report.
+
+Each stage writes its result into the run folder under a name that appears only when it is whole;
+`--resume` reads finished stages back and goes on with the first that is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from hsql_env.analysis.episodes import pick_episodes
+from hsql_env.analysis.report import render_report
+from hsql_env.harness.tools import SYSTEM_PROMPT, TOOLS
+from hsql_env.records import Database, PublicTask, Task, Trajectory, read_jsonl, write_jsonl
+from hsql_env.registry import DatabaseError, find_databases, open_database
+from hsql_env.service.client import AsyncEnvironment
+from hsql_env.service.launcher import ServiceProcess
+from hsql_env.tasks.examples import write_examples
+from hsql_env.tasks.overlap import overlap
+from hsql_env.tasks.splits import split_tasks
+from hsql_env.tasks.synth import synthesise_all
+from hsql_env.teacher.collect import collect
+from hsql_env.teacher.scripted import ScriptedTeacher
+from jax.sharding import Mesh
+
+from hsql_jax.chat import ChatRenderer, load_tokenizer, template_fragments
+from hsql_jax.config import claim_run_folder
+from hsql_jax.data import Example
+from hsql_jax.demo_config import DemoConfig
+from hsql_jax.errors import UserError
+from hsql_jax.evaluate import changes, decoding_name, evaluate, split_summary
+from hsql_jax.metrics import RunLog, final_table, read_metrics
+from hsql_jax.model import ModelConfig, init_params
+from hsql_jax.optim import make_optimizer
+from hsql_jax.rl import run_rl
+from hsql_jax.rollout.player import Player
+from hsql_jax.sft import full_example, restore_params, run_stage, static_example
+from hsql_jax.sharding import MeshConfig, make_mesh
+from hsql_jax.tokenizer import frequent_fragments, tool_call_fragments, train_tokenizer
+
+SPLITS = ("seen", "unseen")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One demo run: its config, its folder, its log and its devices."""
+
+    config: DemoConfig
+    folder: Path
+    log: RunLog
+    mesh: Mesh
+
+    def path(self, *parts: str) -> Path:
+        """A path in the run folder; its parent exists."""
+        path = self.folder.joinpath(*parts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+def main(config: DemoConfig) -> None:
+    """Run or resume the demo; prints the final table and leaves `summary.json`, `report.html`."""
+    claim_run_folder(config.run_dir, config, config.resume)
+    run = Run(config, config.run_dir, RunLog(config.run_dir), make_mesh(MeshConfig()))
+    tasks = make_data(run)
+    files = run.path("data", "tasks.jsonl"), run.path("data", "databases.jsonl")
+    with ServiceProcess(*files, workers=config.workers) as service:
+        trajectories = teach(run, service.url, tasks)
+        renderer, model = make_tokenizer(run, trajectories)
+        base = warm_up(run, renderer, model, trajectories)
+        sft = fine_tune(run, renderer, model, trajectories, base)
+        with Player(service.url, model, config.engine, renderer, config.call_tokens) as player:
+            rl = reinforce(run, model, sft, player, tasks)
+            results = evaluate_all(run, player, {"base": base, "sft": sft, "rl": rl}, tasks)
+    finish(run, tasks, trajectories, results)
+
+
+# --- data --------------------------------------------------------------------------------------
+
+
+def make_data(run: Run) -> list[Task]:
+    """Databases, and their verified tasks split into train, seen and unseen."""
+    file = run.path("data", "tasks.jsonl")
+    if file.exists():
+        return list(read_jsonl(file, Task))
+    config = run.config
+    databases = register(run)
+    with timed(run, "tasks"), run.log.stage("tasks", len(databases), "databases") as stage:
+        tasks, report = synthesise_all(
+            databases,
+            config.tasks.tasks_per_database,
+            config.seed,
+            processes=2,
+            on_progress=lambda done, total, made: stage.advance(done - stage.done, tasks=made),
+        )
+    by_database: dict[str, list[Task]] = defaultdict(list)
+    for task in tasks:
+        by_database[task.public.database_id].append(task)
+    problems = {name: entry.problem for name, entry in report.databases.items() if entry.problem}
+    if len(by_database) < 2:
+        raise UserError(
+            f"{config.databases or 'the embedded set'}: {len(by_database)} of {len(databases)} "
+            "databases gave tasks and at least 2 are needed, one to train on and one to hold out; "
+            f"reasons: {problems or dict(report.deaths)}"
+        )
+    unseen = max(1, round(config.tasks.unseen_share * len(by_database)))
+    held_out = min(config.tasks.eval_tasks, len(tasks) // 4)
+    splits = split_tasks(by_database, config.seed, unseen, held_out, held_out)
+    facts = {
+        "databases": len(databases),
+        "databases with tasks": len(by_database),
+        "tasks": {"train": len(splits.train), **{s: len(getattr(splits, s)) for s in SPLITS}},
+        "training tasks dropped for sharing SQL with a held-out one": splits.dropped,
+        "tasks by family": dict(Counter(task.public.kind for task in tasks).most_common()),
+        "share of candidates that survive each layer": report.survival(),
+        "databases without tasks": problems,
+    }
+    run.path("data", "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
+    chosen = [*splits.train, *splits.seen, *splits.unseen]
+    write_jsonl(run.path("data", "databases.jsonl"), databases)
+    write_jsonl(file, chosen)
+    return chosen
+
+
+def register(run: Run) -> list[Database]:
+    """The user's databases, or the embedded set written into the run folder."""
+    config = run.config
+    if config.databases is None:
+        folder = run.path("data", "databases")
+        paths = write_examples(folder, config.tasks.databases, config.seed)
+        return [open_database(path) for path in paths]
+    found = []
+    for path in find_databases(config.databases):
+        try:
+            found.append(open_database(path))
+        except DatabaseError as error:
+            run.log.print(f"left out: {error}")
+    if not found:
+        raise UserError(f"{config.databases}: none of the databases can be opened")
+    return found
+
+
+# --- teacher and tokenizer ---------------------------------------------------------------------
+
+
+def teach(run: Run, url: str, tasks: Sequence[Task]) -> list[Trajectory]:
+    """One trajectory of the scripted bootstrap teacher a training task; those that verify."""
+    sink = run.path("trajectories", "teacher.jsonl")
+    file = run.path("data", "corpus.jsonl")
+    if file.exists():
+        return list(read_jsonl(file, Trajectory))
+    train = [task for task in tasks if task.public.split == "train"]
+    teacher = ScriptedTeacher(
+        {task.public.task_id: task for task in train}, error_rate=run.config.tasks.error_rate
+    )
+
+    async def play() -> list[Trajectory]:
+        async with AsyncEnvironment(url) as env:
+            public = [task.public for task in train]
+            collection = await collect(env, public, teacher, 1, run.config.seed, 32, advance, sink)
+        dropped = dict(collection.dropped) or "none"
+        run.log.print(f"teacher: {len(collection.kept)} trajectories kept, dropped: {dropped}")
+        return collection.kept
+
+    with timed(run, "teacher"), run.log.stage("teacher", len(train), "episodes") as stage:
+
+        def advance(done: int, total: int) -> None:
+            stage.advance(done - stage.done)
+
+        kept = asyncio.run(play())
+    if not kept:
+        raise UserError(f"teacher: no trajectory verified; see {sink}")
+    write_jsonl(file, kept)
+    return kept
+
+
+def make_tokenizer(
+    run: Run, trajectories: Sequence[Trajectory]
+) -> tuple[ChatRenderer, ModelConfig]:
+    """The word-level tokenizer of the training corpus, and the model sized for it."""
+    folder = run.path("tokenizer")
+    config = run.config.model
+    if not (folder / "tokenizer.json").exists():
+        texts = [
+            message.content
+            for trajectory in trajectories
+            for message in trajectory.messages
+            if message.role != "system"
+        ]
+        known = template_fragments(SYSTEM_PROMPT, TOOLS) + tool_call_fragments(TOOLS)
+        fragments = known + frequent_fragments(texts, known, min_count=30, limit=300)
+        train_tokenizer(texts, fragments, folder, max_vocab=config.vocab_size, min_count=5)
+    tokenizer = load_tokenizer(folder)
+    model = dataclasses.replace(config, vocab_size=len(tokenizer))
+    return ChatRenderer(tokenizer), model
+
+
+# --- training ----------------------------------------------------------------------------------
+
+
+def warm_up(
+    run: Run, renderer: ChatRenderer, model: ModelConfig, trajectories: Sequence[Trajectory]
+) -> Any:
+    """From scratch, on question and schema -> SQL: the base that SFT starts from."""
+
+    def examples() -> list[Example]:
+        pairs = (static_example(renderer, trajectory) for trajectory in trajectories)
+        return [pair for pair in pairs if pair is not None]
+
+    return supervised(
+        run, "warmup", model, examples, lambda: init_params(model, jax.random.key(run.config.seed))
+    )
+
+
+def fine_tune(
+    run: Run,
+    renderer: ChatRenderer,
+    model: ModelConfig,
+    trajectories: Sequence[Trajectory],
+    base: Any,
+) -> Any:
+    """SFT on whole trajectories, loss on assistant tokens only."""
+    return supervised(
+        run,
+        "sft",
+        model,
+        lambda: [full_example(renderer, trajectory, TOOLS) for trajectory in trajectories],
+        lambda: base,
+    )
+
+
+def supervised(
+    run: Run,
+    name: str,
+    model: ModelConfig,
+    examples: Callable[[], list[Example]],
+    start: Callable[[], Any],
+) -> Any:
+    """One supervised stage, or its stored result."""
+    config = getattr(run.config, name)
+    folder, done = run.path("checkpoints", name), run.path("checkpoints", f"{name}.done")
+    if done.exists():
+        return restore_params(folder, model, make_optimizer(config.optim, config.steps), run.mesh)
+    with timed(run, name):
+        params = run_stage(
+            name, config, model, examples(), start, run.mesh, folder, run.log,
+            run.config.seed, run.config.save_every,
+        )  # fmt: skip
+    done.touch()
+    return params
+
+
+def reinforce(
+    run: Run, model: ModelConfig, sft: Any, player: Player, tasks: Sequence[Task]
+) -> Any:
+    """DAPO from the SFT checkpoint, rollouts in the service."""
+    config = run.config.rl
+    folder, done = run.path("checkpoints", "rl"), run.path("checkpoints", "rl.done")
+    if done.exists():
+        tx = make_optimizer(config.optim, config.iterations * config.updates)
+        return restore_params(folder, model, tx, run.mesh)
+    sink = run.path("trajectories", "rl.jsonl")
+    train = public(tasks, "train")
+    with timed(run, "rl"):
+        params = run_rl(
+            config, model, sft, player, train, run.mesh, folder, sink,
+            run.config.engine.length, run.log, run.config.seed,
+        )  # fmt: skip
+    done.touch()
+    return params
+
+
+# --- evaluation and report ---------------------------------------------------------------------
+
+Results = dict[str, dict[str, dict[str, list[Trajectory]]]]  # stage -> split -> decoding
+
+
+def evaluate_all(
+    run: Run, player: Player, policies: Mapping[str, Any], tasks: Sequence[Task]
+) -> Results:
+    """Every stage's policy on held-out tasks, greedy and sampled."""
+    config = run.config.evaluation
+    results: Results = {}
+    with timed(run, "evaluation"):
+        for stage, params in policies.items():
+            temperatures = config.temperatures + (config.sharpened if stage == "sft" else ())
+            results[stage] = {split: {} for split in SPLITS}
+            for split in SPLITS:
+                chosen = public(tasks, split)
+                chosen = chosen[: config.base_tasks] if stage == "base" else chosen
+                for temperature in temperatures:
+                    decoding = decoding_name(temperature)
+                    name = f"{stage}-{split}-{decoding}"
+                    file = run.path("trajectories", f"{name}.jsonl")
+                    results[stage][split][decoding] = evaluate(
+                        player, params, chosen, temperature, name, run.config.seed, file, run.log
+                    )
+    return results
+
+
+def finish(
+    run: Run, tasks: Sequence[Task], trajectories: Sequence[Trajectory], results: Results
+) -> None:
+    """`summary.json`, `report.html`, and the final table on the console."""
+    resamples = run.config.evaluation.resamples
+    seconds = json.loads(run.path("seconds.json").read_text())
+    train = [task for task in tasks if task.public.split == "train"]
+    shared = {
+        f"normalised SQL shared with {split}": len(
+            overlap(train, [task for task in tasks if task.public.split == split])
+        )
+        for split in SPLITS
+    }
+    summary = {
+        "stages": {
+            stage: {split: split_summary(by) for split, by in splits.items()}
+            for stage, splits in results.items()
+        },
+        "changes": [
+            *changes(("base", results["base"]), ("sft", results["sft"]), resamples),
+            *changes(("sft", results["sft"]), ("rl", results["rl"]), resamples),
+        ],
+        "wall_seconds": round(sum(seconds.values()), 1),
+        "stage_seconds": seconds,
+        "seed": run.config.seed,
+        "teacher": "scripted bootstrap teacher; it sees each task's blueprint",
+        "data": json.loads(run.path("data", "facts.json").read_text()),
+        "overlap": shared,
+    }
+    path = run.path("summary.json")
+    path.write_text(json.dumps(summary, indent=2) + "\n")
+    episodes = {"teacher": pick_episodes(trajectories[:200])}
+    episodes |= {s: pick_episodes(by["unseen"]["greedy"]) for s, by in results.items()}
+    page = render_report(
+        summary | {"wall_seconds": seconds}, read_metrics(run.folder), episodes
+    )
+    run.path("report.html").write_text(page, encoding="utf-8")
+    run.log.print(final_table(summary))
+    for row in summary["changes"]:
+        run.log.print(
+            f"{row['before']} -> {row['after']}, {row['split']}, {row['decoding']}: "
+            f"{row['mean']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}] {row['verdict']}"
+        )
+    run.log.print(f"{summary['wall_seconds']:.0f} s; {path} and {run.path('report.html')}")
+
+
+def public(tasks: Sequence[Task], split: str) -> list[PublicTask]:
+    """The public halves of one split."""
+    return [task.public for task in tasks if task.public.split == split]
+
+
+@contextmanager
+def timed(run: Run, stage: str) -> Iterator[None]:
+    """Add the block's wall seconds to the stage's in `seconds.json`, interrupted or not."""
+    begin = time.monotonic()
+    try:
+        yield
+    finally:
+        file = run.path("seconds.json")
+        seconds = json.loads(file.read_text()) if file.exists() else {}
+        seconds[stage] = round(seconds.get(stage, 0.0) + time.monotonic() - begin, 1)
+        file.write_text(json.dumps(seconds) + "\n")

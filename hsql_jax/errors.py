@@ -1,0 +1,5 @@
+"""Errors that are the user's to mend."""
+
+
+class UserError(ValueError):
+    """One clear line: what is wrong, where, and what to do. The command line prints it and exits."""

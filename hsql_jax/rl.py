@@ -1,0 +1,200 @@
+"""Reinforcement learning: rollouts in the environment service become batches for the one loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from hsql_env.records import PublicTask
+from jax.sharding import Mesh
+
+from hsql_jax.checkpoint import Checkpoints
+from hsql_jax.data import Batch, pack
+from hsql_jax.demo_config import RlConfig
+from hsql_jax.errors import UserError
+from hsql_jax.metrics import RunLog
+from hsql_jax.model import ModelConfig
+from hsql_jax.objectives import Objective, resolve
+from hsql_jax.optim import make_optimizer
+from hsql_jax.rollout.player import Played, Player
+from hsql_jax.sft import stack
+from hsql_jax.train import Metrics, TrainState, create_state, make_train_step, train
+
+ROWS = 8  # packed rows of a micro-batch
+FIRST_ZERO_ITERATIONS = 5  # all rewards zero from the start: the harness or the parser is broken
+LATER_ZERO_ITERATIONS = 2  # all rewards zero after a success: the policy collapsed
+
+Group = list[Played]  # G episodes of one question
+
+
+class Rollouts:
+    """The source of RL batches: samples from the policy as it is when its queue is empty."""
+
+    def __init__(
+        self,
+        player: Player,
+        tasks: Sequence[PublicTask],
+        objective: Objective,
+        config: RlConfig,
+        row_tokens: int,
+        seed: int,
+        sink: Path,
+    ) -> None:
+        self._player, self._objective, self._config = player, objective, config
+        self._row_tokens, self._sink = row_tokens, sink
+        order = np.random.default_rng(seed).permutation(len(tasks))
+        self._tasks = [tasks[i] for i in order]
+        self.cursor = 0  # questions drawn so far
+        self.zero_iterations, self.succeeded = 0, False
+        self.metrics: Metrics = {}
+        self._queue: list[Batch] = []
+
+    def state(self) -> dict[str, Any]:
+        """The position between two iterations, as JSON."""
+        return {
+            "cursor": self.cursor,
+            "zero_iterations": self.zero_iterations,
+            "succeeded": self.succeeded,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a position."""
+        self.cursor = state["cursor"]
+        self.zero_iterations, self.succeeded = state["zero_iterations"], state["succeeded"]
+
+    def next_batch(self, state: TrainState) -> Batch:
+        """The next update's batch [A, B, T]; plays an iteration of episodes when none is left."""
+        while not self._queue:
+            begin = time.monotonic()
+            groups = self._sample(state.params, int(state.step))
+            self._guard(groups)
+            kept = [group for group in groups if self._objective.keep(correctness(group))]
+            self.metrics = group_metrics(groups, kept) | {"rollout_s": time.monotonic() - begin}
+            # A queue shorter than `updates` would shift the updates against the iterations.
+            if len(kept) >= self._config.updates:
+                self._queue = self._batches(kept)
+        return self._queue.pop(0)
+
+    def _sample(self, params: Any, step: int) -> list[Group]:
+        """Play the next questions; groups in which the harness failed are left out whole."""
+        config = self._config
+        picks = range(self.cursor, self.cursor + config.questions)
+        drawn = [(pick, self._tasks[pick % len(self._tasks)]) for pick in picks]
+        self.cursor += config.questions
+        jobs = [(task, pick * config.group + g) for pick, task in drawn for g in range(config.group)]
+        played = self._player.play(params, jobs, config.temperature, f"rl@{step}")
+        with self._sink.open("a", encoding="utf-8") as file:
+            file.writelines(one.rollout.trajectory.model_dump_json() + "\n" for one in played)
+        groups = [played[i : i + config.group] for i in range(0, len(played), config.group)]
+        return [
+            group
+            for group in groups
+            if not any(one.rollout.trajectory.verdict.infrastructure for one in group)
+        ]
+
+    def _guard(self, groups: list[Group]) -> None:
+        """Stop a run that cannot learn; raises `UserError` (spec section 6, guards)."""
+        if any(rewards(group).any() for group in groups):
+            self.zero_iterations, self.succeeded = 0, True
+            return
+        self.zero_iterations += 1
+        if not self.succeeded and self.zero_iterations >= FIRST_ZERO_ITERATIONS:
+            raise UserError(
+                f"rl: no reward in the first {self.zero_iterations} iterations; train the SFT "
+                "policy further or check the environment's verdicts before RL"
+            )
+        if self.succeeded and self.zero_iterations >= LATER_ZERO_ITERATIONS:
+            raise UserError(
+                f"rl: no reward in {self.zero_iterations} iterations in a row, the policy "
+                "collapsed; lower the learning rate"
+            )
+
+    def _batches(self, kept: list[Group]) -> list[Batch]:
+        """One batch an update: each on its share of the groups, all of one shape."""
+        config = self._config
+        most = -(-config.questions * config.group // (config.updates * ROWS)) + config.group
+        batches = []
+        for share in (kept[update :: config.updates] for update in range(config.updates)):
+            examples = []
+            for group in share:
+                advantages = self._objective.advantage(rewards(group))
+                for one, advantage in zip(group, advantages, strict=True):
+                    if one.session is not None and any(one.session.mask):
+                        examples.append(one.session.example(float(advantage)))
+            micro = pack(examples, self._row_tokens, ROWS)
+            padding = jax.tree.map(np.zeros_like, micro[0])
+            batches.append(stack(micro + [padding] * (most - len(micro))))
+        return batches
+
+
+def rewards(group: Group) -> np.ndarray:
+    """The rewards [G] of a group, equation (2)."""
+    return np.array([one.rollout.trajectory.verdict.reward for one in group], np.float32)
+
+
+def correctness(group: Group) -> np.ndarray:
+    """1 where the episode earned its reward [G], the count of equation (11)."""
+    return (rewards(group) > 0).astype(np.int32)
+
+
+def group_metrics(groups: list[Group], kept: list[Group]) -> Metrics:
+    """What an iteration's episodes were like."""
+    episodes = [one for group in groups for one in group]
+    trajectories = [one.rollout.trajectory for one in episodes]
+    sampled = [sum(one.session.mask) for one in episodes if one.session]
+    count = max(len(episodes), 1)
+    return {
+        "reward": sum(t.verdict.reward for t in trajectories) / count,
+        "accuracy": sum(t.verdict.result_ok for t in trajectories) / count,
+        "protocol_ok": sum(t.verdict.protocol_ok for t in trajectories) / count,
+        "effective_groups": len(kept) / max(len(groups), 1),
+        "turns": sum(t.turns for t in trajectories) / count,
+        "sampled_tokens": sum(sampled) / count,
+    }
+
+
+def run_rl(
+    config: RlConfig,
+    model: ModelConfig,
+    params: Any,
+    player: Player,
+    tasks: Sequence[PublicTask],
+    mesh: Mesh,
+    folder: Path,
+    sink: Path,
+    row_tokens: int,
+    log: RunLog,
+    seed: int,
+) -> Any:
+    """Train `config.iterations` iterations from `params`; return the final parameters.
+
+    Continues from the newest checkpoint in `folder`; one is saved after every few iterations.
+    """
+    steps = config.iterations * config.updates
+    objective = resolve(config.objective)
+    tx = make_optimizer(config.optim, steps)
+    source = Rollouts(player, tasks, objective, config, row_tokens, seed, sink)
+    with Checkpoints(folder) as checkpoints:
+        if checkpoints.latest() is None:
+            state = create_state(params, model, tx, mesh)
+        else:
+            state, extra = checkpoints.restore(model, tx, mesh)
+            source.restore(extra["rollouts"])
+        done = int(state.step) // config.updates
+        with log.stage("rl", config.iterations, "iterations", done) as stage:
+
+            def on_step(state: TrainState, metrics: Metrics) -> None:
+                step = int(state.step)
+                log.write("rl", step, metrics | source.metrics)
+                if step % config.updates == 0:
+                    stage.advance(1, reward=source.metrics["reward"], kl=metrics["kl"])
+                    if step == steps or step % (4 * config.updates) == 0:
+                        checkpoints.save(state, {"rollouts": source.state()})
+
+            step_fn = make_train_step(model, objective.loss, tx, mesh, config.temperature)
+            state = train(state, step_fn, source.next_batch, steps, on_step)
+    return state.params

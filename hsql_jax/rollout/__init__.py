@@ -1,0 +1,1 @@
+"""Generation on the policy's own parameters, and the policies that sit in the environment."""

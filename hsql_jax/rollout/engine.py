@@ -1,0 +1,254 @@
+"""The generation engine: slots with continuous batching, shared by many concurrent episodes.
+
+A slot belongs to one episode for its whole life and keeps its keys and values across turns, so
+that only new observation tokens are fed. Each round feeds the slots that have news and decodes a
+chunk for all that are generating; a slot that waits for the environment costs nothing and stops
+nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hsql_jax.model.config import ModelConfig
+from hsql_jax.model.decode import Rows, decode, extend, init_cache
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes of the engine; every distinct (rows, width, length) of a call compiles once."""
+
+    slots: int = 64  # episodes generating at the same time
+    length: int = 384  # tokens of a whole session, prompt and observations included
+    chunk: int = 16  # decode steps between two looks at the queue
+    widths: tuple[int, ...] = (32, 128)  # new tokens fed at once; longer inputs take several
+    rows: tuple[int, ...] = (16, 64)  # batch sizes; the last is at least `slots`
+    lengths: tuple[int, ...] = (192, 384)  # how much of the cache a decode chunk reads
+
+    def __post_init__(self) -> None:
+        if self.rows[-1] < self.slots or self.lengths[-1] < self.length:
+            raise ValueError(
+                f"rows {self.rows} must reach slots {self.slots}, "
+                f"and lengths {self.lengths} must reach length {self.length}"
+            )
+
+
+@dataclass
+class Slot:
+    """One sequence in the cache."""
+
+    index: int
+    seed: int = 0
+    length: int = 0  # tokens in the cache
+    drawn: int = 0  # tokens sampled by this episode
+    pending: int | None = None  # sampled, not yet in the cache
+
+
+@dataclass
+class Generated:
+    """One model call: sampled ids, the stop token included if it came, and their log-probs."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass
+class _Job:
+    slot: Slot
+    ids: list[int]  # still to be fed
+    limit: int  # tokens this call may still sample
+    done: asyncio.Future[Generated]
+    out: Generated = field(default_factory=Generated)
+
+
+class Engine:
+    """Generates for many episodes at once, inside `async with engine.running(params, T)`."""
+
+    def __init__(self, model: ModelConfig, config: EngineConfig, stop_id: int) -> None:
+        self.config, self.stop_id = config, stop_id
+        self._params: Any = None
+        self._temperature = jnp.float32(0.0)
+        # One more slot than episodes: padding rows read and write it. Slack behind the longest
+        # session takes the junk tail of a buffer.
+        slack = max(config.chunk, *config.widths)
+        self._cache = init_cache(model, config.slots + 1, config.length + slack)
+        self._free: asyncio.Queue[Slot] = asyncio.Queue()
+        for index in range(config.slots):
+            self._free.put_nowait(Slot(index))
+        self._queued: list[_Job] = []
+        self._active: list[_Job] = []
+        self._wake = asyncio.Event()
+        self._extend = jax.jit(
+            functools.partial(extend, config=model),
+            static_argnames="used",
+            donate_argnames="cache",
+        )
+        self._decode = jax.jit(
+            functools.partial(decode, config=model, stop_id=stop_id),
+            static_argnames=("steps", "used"),
+            donate_argnames="cache",
+        )
+        self.peak_active = 0
+
+    # --- what an episode calls -----------------------------------------------------------------
+
+    async def acquire(self, seed: int) -> Slot:
+        """An empty slot, waiting for one if need be; its samples depend on `seed` alone."""
+        index = (await self._free.get()).index
+        return Slot(index, seed=seed)
+
+    def release(self, slot: Slot) -> None:
+        """Give the slot back; its content is forgotten."""
+        self._free.put_nowait(slot)
+
+    def room(self, slot: Slot) -> int:
+        """Tokens that still fit into the slot's session."""
+        return self.config.length - slot.length - (slot.pending is not None)
+
+    async def generate(self, slot: Slot, ids: Sequence[int], limit: int) -> Generated:
+        """Append `ids` to the slot, then sample until the stop token or `limit` tokens.
+
+        Raises `ValueError` when ids and one sampled token do not fit; see `room`.
+        """
+        if len(ids) + 1 > self.room(slot):
+            raise ValueError(f"{len(ids)} tokens do not fit into the {self.room(slot)} left")
+        pending = [] if slot.pending is None else [slot.pending]
+        job = _Job(
+            slot,
+            pending + list(ids),
+            min(limit, self.room(slot) - len(ids)),
+            asyncio.get_running_loop().create_future(),
+        )
+        self._queued.append(job)
+        self._wake.set()
+        return await job.done
+
+    @asynccontextmanager
+    async def running(self, params: Any, temperature: float) -> AsyncIterator[None]:
+        """Serves `generate` with these parameters while the block runs; 0 is greedy."""
+        self._params, self._temperature = params, jnp.float32(temperature)
+        task = asyncio.create_task(self._serve())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    # --- the rounds ----------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        try:
+            while True:
+                while not self._queued and not self._active:
+                    self._wake.clear()
+                    await self._wake.wait()
+                feeding, self._queued = self._queued, []
+                # In a thread: the event loop goes on talking to the environment meanwhile.
+                for job in await asyncio.to_thread(self._round, feeding):
+                    if not job.done.cancelled():
+                        job.done.set_result(job.out)
+        except Exception as error:
+            for job in self._queued + self._active:
+                if not job.done.done():
+                    job.done.set_exception(error)
+            raise
+
+    def _round(self, feeding: list[_Job]) -> list[_Job]:
+        """Feed new ids, decode one chunk; return the jobs that are finished."""
+        finished: list[_Job] = []
+        while feeding:
+            width = _fit(min(len(job.ids) for job in feeding), self.config.widths)
+            batch = [job for job in feeding if _fit(len(job.ids), self.config.widths) == width]
+            batch = batch[: self.config.rows[0]]
+            self._feed(batch, width)
+            feeding = [job for job in feeding if job.ids]
+            sampled = [job for job in batch if not job.ids]
+            finished += [job for job in sampled if self._over(job)]
+            self._active += [job for job in sampled if not self._over(job)]
+        self.peak_active = max(self.peak_active, len(self._active))
+        if self._active:
+            self._chunk(self._active)
+            finished += [job for job in self._active if self._over(job)]
+            self._active = [job for job in self._active if not self._over(job)]
+        return finished
+
+    def _feed(self, jobs: list[_Job], width: int) -> None:
+        rows = self.config.rows[0]
+        tokens = np.zeros((rows, width), np.int32)
+        count = np.ones(rows, np.int32)
+        for row, job in enumerate(jobs):
+            part, job.ids = job.ids[:width], job.ids[width:]
+            tokens[row, : len(part)], count[row] = part, len(part)
+        used = _fit(max(job.slot.length for job in jobs), self.config.lengths)
+        self._cache, token, logprob = self._extend(
+            self._params,
+            cache=self._cache,
+            rows=self._rows([job.slot for job in jobs], rows),
+            tokens_RW=tokens,
+            count_R=count,
+            temperature=self._temperature,
+            used=used,
+        )
+        token, logprob = np.asarray(token), np.asarray(logprob)
+        for row, job in enumerate(jobs):
+            job.slot.length += int(count[row])
+            job.slot.pending = None
+            if not job.ids:  # the last part: what was sampled is the first token of the answer
+                self._take(job, token[row : row + 1], logprob[row : row + 1])
+
+    def _chunk(self, jobs: list[_Job]) -> None:
+        rows = _fit(len(jobs), self.config.rows)
+        token = np.zeros(rows, np.int32)
+        limit = np.zeros(rows, np.int32)
+        for row, job in enumerate(jobs):
+            token[row], limit[row] = job.slot.pending, job.limit
+        used = _fit(max(job.slot.length for job in jobs), self.config.lengths)
+        self._cache, sampled = self._decode(
+            self._params,
+            cache=self._cache,
+            rows=self._rows([job.slot for job in jobs], rows),
+            token_R=token,
+            limit_R=limit,
+            temperature=self._temperature,
+            steps=self.config.chunk,
+            used=used,
+        )
+        tokens, logprobs, counts = (np.asarray(leaf) for leaf in sampled)
+        for row, job in enumerate(jobs):
+            count = int(counts[row])
+            job.slot.length += count  # the pending token and all but the last sampled one
+            self._take(job, tokens[row, :count], logprobs[row, :count])
+
+    def _rows(self, slots: list[Slot], rows: int) -> Rows:
+        spare = Slot(self.config.slots)
+        padded = slots + [spare] * (rows - len(slots))
+        return Rows(
+            np.array([slot.index for slot in padded], np.int32),
+            np.array([slot.length for slot in padded], np.int32),
+            np.array([slot.seed for slot in padded], np.uint32),
+            np.array([slot.drawn for slot in padded], np.int32),
+        )
+
+    def _take(self, job: _Job, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        job.out.ids += tokens.tolist()
+        job.out.logprobs += logprobs.tolist()
+        job.limit -= len(tokens)
+        job.slot.drawn += len(tokens)
+        job.slot.pending = int(tokens[-1])
+
+    def _over(self, job: _Job) -> bool:
+        return job.limit <= 0 or job.out.ids[-1] == self.stop_id
+
+
+def _fit(size: int, buckets: tuple[int, ...]) -> int:
+    """The smallest bucket that holds `size`; the largest when none does."""
+    return next((bucket for bucket in buckets if bucket >= size), buckets[-1])

@@ -1,0 +1,182 @@
+"""The train state, one jitted step for every objective, and the one training loop.
+
+SFT and RL differ in where batches come from and in the objective, nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from hsql_jax.data import Batch
+from hsql_jax.errors import UserError
+from hsql_jax.losses import token_logprobs
+from hsql_jax.model import ModelConfig, forward, head_matrix, init_params
+from hsql_jax.objectives import LossSum, Tokens
+from hsql_jax.sharding import batch_sharding, param_shardings, replicated
+
+Loss = Callable[[Tokens], LossSum]
+Metrics = dict[str, float]
+
+
+@flax.struct.dataclass
+class TrainState:
+    """Everything that training changes: parameters, optimizer state, and updates made so far."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+StepFn = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+
+
+def state_shardings(mesh: Mesh, model: ModelConfig, tx: optax.GradientTransformation) -> TrainState:
+    """A tree of shardings for `TrainState`: optimizer moments are split as their parameters.
+
+    A moment is recognised by its path, which ends in its parameter's, and by its shape. This holds
+    for every optax transformation, masked and partitioned ones included.
+    """
+    params = param_shardings(mesh, model)
+    shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+    like = {
+        (_dict_keys(path), leaf.shape): sharding
+        for (path, leaf), sharding in zip(
+            jax.tree.leaves_with_path(shapes), jax.tree.leaves(params), strict=True
+        )
+    }
+    opt_state = jax.tree.map_with_path(
+        lambda path, leaf: like.get((_dict_keys(path), leaf.shape), replicated(mesh)),
+        jax.eval_shape(tx.init, shapes),
+    )
+    return TrainState(step=replicated(mesh), params=params, opt_state=opt_state)
+
+
+def _dict_keys(path: Any) -> tuple[str, ...]:
+    """The dictionary keys at the end of a tree path, such as ("layers", "down")."""
+    is_key = [isinstance(part, jax.tree_util.DictKey) for part in path]
+    start = len(path) - is_key[::-1].index(False) if False in is_key else 0
+    return tuple(part.key for part in path[start:])
+
+
+def create_state(
+    params: Any, model: ModelConfig, tx: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """A fresh state around `params`, laid out over the mesh."""
+    shardings = state_shardings(mesh, model, tx)
+    params = jax.device_put(params, shardings.params)
+    opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(params)
+    step = jax.device_put(jnp.zeros((), jnp.int32), shardings.step)
+    # A copy: the step donates its state, and the caller may still own the arrays it gave.
+    return TrainState(step=step, params=jax.tree.map(jnp.copy, params), opt_state=opt_state)
+
+
+def batch_loss(
+    params: Any, model: ModelConfig, loss: Loss, batch: Batch, temperature: float
+) -> tuple[jax.Array, LossSum]:
+    """The objective's sum over one [B, T] micro-batch, and its parts with the entropy added."""
+    hidden = forward(params, model, batch.tokens, batch.segment_ids, batch.positions)
+    logprobs, entropy = token_logprobs(
+        hidden.reshape(-1, model.d_model),
+        head_matrix(params),
+        batch.targets.reshape(-1),
+        temperature=temperature,
+    )
+    mask = batch.loss_mask
+    parts = loss(
+        Tokens(
+            logprobs.reshape(mask.shape),
+            batch.old_logprobs,
+            batch.advantages,
+            mask,
+            batch.segment_ids,
+        )
+    )
+    stats = {"entropy": jnp.sum(entropy.reshape(mask.shape) * mask), "tokens": jnp.sum(mask)}
+    return parts.total, parts._replace(stats=parts.stats | stats)
+
+
+def make_train_step(
+    model: ModelConfig,
+    loss: Loss,
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    temperature: float = 1.0,
+) -> StepFn:
+    """A jitted `(state, batch) -> (state, metrics)`; batch leaves are [A, B, T], A micro-batches.
+
+    Gradients of sums are accumulated over A in the parameters' dtype and divided once by the
+    summed weight, so the split into micro-batches does not change the update. The state is donated.
+    """
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        grads, parts = accumulate(state.params, batch)
+        grads = jax.tree.map(lambda g: g / jnp.maximum(parts.weight, 1e-9), grads)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        count = jnp.maximum(parts.stats["tokens"], 1.0)
+        metrics = {name: value / count for name, value in parts.stats.items() if name != "tokens"}
+        metrics |= parts.peaks | {
+            "loss": parts.total / jnp.maximum(parts.weight, 1e-9),
+            "loss_tokens": parts.stats["tokens"],
+            "grad_norm": optax.tree_utils.tree_l2_norm(grads),
+            "update_norm": optax.tree_utils.tree_l2_norm(updates),
+        }
+        return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
+
+    def accumulate(params: Any, batch: Batch) -> tuple[Any, LossSum]:
+        def one(index: jax.Array | int) -> tuple[Any, LossSum]:
+            micro = jax.tree.map(lambda leaf: leaf[index], batch)
+            return jax.grad(batch_loss, has_aux=True)(params, model, loss, micro, temperature)
+
+        def add(index: jax.Array, carry: tuple[Any, LossSum]) -> tuple[Any, LossSum]:
+            grads, parts = one(index)
+            sums = jax.tree.map(jnp.add, (carry[0], carry[1][:3]), (grads, parts[:3]))
+            peaks = jax.tree.map(jnp.maximum, carry[1].peaks, parts.peaks)
+            return sums[0], LossSum(*sums[1], peaks)
+
+        # Micro-batches that are all padding stand at the end and are not computed.
+        used = jnp.sum(jnp.any(batch.segment_ids > 0, axis=(1, 2)))
+        zeros = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(lambda: one(0))
+        )
+        return jax.lax.fori_loop(0, used, add, zeros)
+
+    states = state_shardings(mesh, model, tx)
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        in_shardings=(states, batch_sharding(mesh)),
+        out_shardings=(states, replicated(mesh)),
+    )
+
+
+def train(
+    state: TrainState,
+    step_fn: StepFn,
+    next_batch: Callable[[TrainState], Batch],
+    steps: int,
+    on_step: Callable[[TrainState, Metrics], None],
+) -> TrainState:
+    """Run until `state.step == steps`; `on_step` logs and saves.
+
+    `next_batch` sees the state, so that RL can sample from the policy as it is. Raises `UserError`
+    at the first non-finite loss: the last checkpoint is then still good.
+    """
+    for _ in range(int(state.step), steps):
+        state, raw = step_fn(state, next_batch(state))
+        metrics = {name: float(value) for name, value in raw.items()}
+        if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
+            raise UserError(
+                f"step {int(state.step)}: loss {metrics['loss']}, gradient norm "
+                f"{metrics['grad_norm']}; lower the learning rate and resume"
+            )
+        on_step(state, metrics)
+    return state

@@ -1,0 +1,145 @@
+"""Packing and the resumable stream of batches."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from hsql_jax.data import Batch, BatchStream, Counts, Example, first_fit, pack, select, trim
+
+
+def example(first: int, size: int, **more: object) -> Example:
+    """Ids first, first+1, ..; the policy's tokens are the odd places."""
+    return Example(list(range(first, first + size)), [i % 2 for i in range(size)], **more)  # type: ignore[arg-type]
+
+
+def many(count: int, seed: int = 0, low: int = 3, high: int = 30) -> list[Example]:
+    sizes = np.random.default_rng(seed).integers(low, high, count)
+    return [example(100 * (i + 1), int(size)) for i, size in enumerate(sizes)]
+
+
+def segments(batch: Batch) -> list[tuple[int, ...]]:
+    """The ids of every segment, in order."""
+    found = []
+    for tokens, ids in zip(np.asarray(batch.tokens), np.asarray(batch.segment_ids), strict=True):
+        found += [tuple(tokens[ids == segment].tolist()) for segment in range(1, ids.max() + 1)]
+    return found
+
+
+def same(a: Batch, b: Batch) -> bool:
+    names = a.__dataclass_fields__
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
+
+
+def test_layout_of_one_row() -> None:
+    first = example(10, 4, logprobs=[-9.0, -1.0, -9.0, -2.0], advantage=0.5)
+    second = example(20, 3, logprobs=[-9.0, -3.0, -9.0], advantage=-1.5)
+    (batch,) = pack([first, second], length=9, rows=1)
+    expected = {
+        "tokens": [10, 11, 12, 13, 20, 21, 22, 0, 0],
+        "targets": [11, 12, 13, 0, 21, 22, 0, 0, 0],
+        "loss_mask": [1, 0, 1, 0, 1, 0, 0, 0, 0],
+        "segment_ids": [1, 1, 1, 1, 2, 2, 2, 0, 0],
+        "positions": [0, 1, 2, 3, 0, 1, 2, 0, 0],
+        "advantages": [0.5, 0.5, 0.5, 0, -1.5, -1.5, 0, 0, 0],
+        "old_logprobs": [-1, -9, -2, 0, -3, -9, 0, 0, 0],
+    }
+    for name, values in expected.items():
+        assert getattr(batch, name).tolist() == [values], name
+    assert batch.tokens.dtype == batch.positions.dtype == np.int32
+    assert batch.loss_mask.dtype == batch.old_logprobs.dtype == np.float32
+
+
+def test_pack_loses_nothing_and_pads_the_last_batch() -> None:
+    examples = many(57)
+    batches = pack(examples, length=32, rows=4)
+    assert {batch.tokens.shape for batch in batches} == {(4, 32)}
+    found = sorted(ids for batch in batches for ids in segments(batch))
+    assert found == sorted(tuple(one.ids) for one in examples)
+    supervised = sum(float(batch.loss_mask.sum()) for batch in batches)
+    assert supervised == sum(sum(one.mask[1:]) for one in examples)
+
+
+def test_a_real_token_may_equal_zero() -> None:
+    (batch,) = pack([Example([0, 0, 0], [0, 1, 1])], length=4, rows=1)
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 0]]
+    assert batch.loss_mask.tolist() == [[1, 1, 0, 0]]
+
+
+def test_first_fit() -> None:
+    assert first_fit([5, 4, 3, 2, 6], 10) == [[0, 2, 3], [1, 4]]
+    assert first_fit([], 10) == []
+    with pytest.raises(ValueError, match="example 1 has 11 tokens, a row holds 10"):
+        first_fit([5, 11], 10)
+
+
+def test_select_counts_what_it_drops() -> None:
+    examples = [example(1, 8), example(1, 9), Example([1, 2], [1, 0]), example(1, 3)]
+    kept, counts = select(examples, length=8)
+    assert kept == [examples[0], examples[3]]
+    assert counts == Counts(kept=2, too_long=1, without_policy_tokens=1, tokens=11, policy_tokens=5)
+
+
+def test_trim_ends_at_the_last_policy_token() -> None:
+    whole = Example([1, 2, 3, 4], [0, 1, 0, 0], [0.0, -1.0, 0.0, 0.0], advantage=2.0)
+    assert trim(whole) == Example([1, 2], [0, 1], [0.0, -1.0], advantage=2.0)
+    assert trim(Example([1, 2], [0, 0])).ids == []
+
+
+def test_lengths_must_agree() -> None:
+    with pytest.raises(ValueError, match="ids 2, mask 1, logprobs 2 differ"):
+        Example([1, 2], [1])
+
+
+def test_every_epoch_sees_each_example_once_in_another_order() -> None:
+    examples = many(101)
+    stream = BatchStream(examples, length=32, rows=4, seed=7, epochs=2)
+    batches = list(stream)
+    assert len(batches) == 2 * stream.steps_per_epoch
+    half = stream.steps_per_epoch
+    everything = sorted(tuple(one.ids) for one in examples)
+    for epoch in (batches[:half], batches[half:]):
+        assert sorted(ids for batch in epoch for ids in segments(batch)) == everything
+    assert not all(same(a, b) for a, b in zip(batches[:half], batches[half:], strict=True))
+    used = sum(int((batch.segment_ids > 0).sum()) for batch in batches[:half])
+    assert stream.fill == used / (half * 4 * 32)
+
+
+def test_order_is_decided_by_the_seed() -> None:
+    a, b, c = (list(BatchStream(many(40), 32, 2, seed, epochs=1)) for seed in (1, 1, 2))
+    assert all(same(x, y) for x, y in zip(a, b, strict=True))
+    assert not all(same(x, y) for x, y in zip(a, c, strict=False))
+
+
+@pytest.mark.parametrize("stop", [0, 3, 11, 25])
+def test_resume_is_exact_in_the_middle_of_an_epoch(stop: int) -> None:
+    stream = BatchStream(many(60), 32, 2, seed=3)
+    for _ in range(stop):
+        next(stream)
+    state = json.loads(json.dumps(stream.state()))
+    expected = [next(stream) for _ in range(30)]
+    fresh = BatchStream(many(60), 32, 2, seed=3)
+    fresh.restore(state)
+    assert all(same(next(fresh), batch) for batch in expected)
+
+
+def test_a_position_of_other_data_is_refused() -> None:
+    state = BatchStream(many(60), 32, 2, seed=3).state()
+    with pytest.raises(ValueError, match="but this data is"):
+        BatchStream(many(61), 32, 2, seed=3).restore(state)
+
+
+def test_too_long_examples_are_counted_not_cut() -> None:
+    stream = BatchStream([*many(10), example(9000, 33)], length=32, rows=2, seed=0, epochs=1)
+    assert stream.counts.kept == 10
+    assert stream.counts.too_long == 1
+    assert all(ids[0] != 9000 for batch in stream for ids in segments(batch))
+    with pytest.raises(ValueError, match="no example to train on with length=2"):
+        BatchStream(many(3), length=2, rows=1, seed=0)
+
+
+def test_rows_are_well_filled() -> None:
+    stream = BatchStream(many(2000, low=60, high=290), length=1024, rows=8, seed=0)
+    assert stream.fill > 0.97
