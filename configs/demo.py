@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from hsql_jax.demo_config import DemoConfig, RlConfig, StageConfig
+from hsql_jax.demo_config import DemoConfig
 from hsql_jax.model.config import ModelConfig
 from hsql_jax.optim import OptimConfig
+from hsql_jax.rl import RlConfig
+from hsql_jax.sft import StageConfig
 
 
 def demo() -> DemoConfig:

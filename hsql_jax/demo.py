@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
+
 from hsql_env.analysis.episodes import pick_episodes
 from hsql_env.analysis.report import render_report
 from hsql_env.harness.tools import SYSTEM_PROMPT, TOOLS
@@ -31,8 +33,6 @@ from hsql_env.tasks.splits import split_tasks
 from hsql_env.tasks.synth import synthesise_all
 from hsql_env.teacher.collect import collect
 from hsql_env.teacher.scripted import ScriptedTeacher
-from jax.sharding import Mesh
-
 from hsql_jax.chat import ChatRenderer, load_tokenizer, template_fragments
 from hsql_jax.config import claim_run_folder
 from hsql_jax.data import Example
@@ -259,9 +259,7 @@ def supervised(
     return params
 
 
-def reinforce(
-    run: Run, model: ModelConfig, sft: Any, player: Player, tasks: Sequence[Task]
-) -> Any:
+def reinforce(run: Run, model: ModelConfig, sft: Any, player: Player, tasks: Sequence[Task]) -> Any:
     """DAPO from the SFT checkpoint, rollouts in the service."""
     config = run.config.rl
     folder, done = run.path("checkpoints", "rl"), run.path("checkpoints", "rl.done")
@@ -340,9 +338,7 @@ def finish(
     path.write_text(json.dumps(summary, indent=2) + "\n")
     episodes = {"teacher": pick_episodes(trajectories[:200])}
     episodes |= {s: pick_episodes(by["unseen"]["greedy"]) for s, by in results.items()}
-    page = render_report(
-        summary | {"wall_seconds": seconds}, read_metrics(run.folder), episodes
-    )
+    page = render_report(summary | {"wall_seconds": seconds}, read_metrics(run.folder), episodes)
     run.path("report.html").write_text(page, encoding="utf-8")
     run.log.print(final_table(summary))
     for row in summary["changes"]:

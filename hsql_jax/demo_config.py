@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hsql_jax.config import option
+from hsql_jax.evaluate import EvalConfig
 from hsql_jax.model.config import ModelConfig
-from hsql_jax.optim import OptimConfig
+from hsql_jax.rl import RlConfig
 from hsql_jax.rollout.engine import EngineConfig
+from hsql_jax.sft import StageConfig
 
 
 @dataclass(frozen=True)
@@ -23,39 +25,6 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
-class StageConfig:
-    """One supervised stage: warm-up or SFT."""
-
-    steps: int
-    rows: int  # packed rows an optimizer step
-    row_tokens: int  # tokens of a row; longer examples are dropped and counted
-    optim: OptimConfig
-
-
-@dataclass(frozen=True)
-class RlConfig:
-    """The DAPO stage. An iteration samples `questions` groups of `group` episodes."""
-
-    optim: OptimConfig
-    objective: str = "dapo"
-    iterations: int = 12
-    questions: int = 16
-    group: int = 8  # G of equation (7)
-    updates: int = 2  # optimizer steps an iteration, each on its share of the groups
-    temperature: float = 1.0
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    """How each stage's policy is evaluated, on seen and on unseen databases."""
-
-    base_tasks: int = 128  # the base fails nearly everything: fewer tasks tell as much
-    temperatures: tuple[float, ...] = (0.0, 1.0)  # of every stage; 0 is greedy
-    sharpened: tuple[float, ...] = (0.5,)  # of the SFT policy besides: what sharpening alone gives
-    resamples: int = 4_000  # of the bootstrap intervals
-
-
-@dataclass(frozen=True)
 class DemoConfig:
     """The whole loop: databases, tasks, teacher, warm-up, SFT, RL, evaluation."""
 
@@ -63,9 +32,9 @@ class DemoConfig:
     warmup: StageConfig
     sft: StageConfig
     rl: RlConfig
-    tasks: TaskConfig = TaskConfig()
-    engine: EngineConfig = EngineConfig()
-    evaluation: EvalConfig = EvalConfig()
+    tasks: TaskConfig = field(default_factory=TaskConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    evaluation: EvalConfig = field(default_factory=EvalConfig)
     call_tokens: int = 96  # most new tokens of one model call
     workers: int = 2  # sandbox processes of the environment service
     databases: Path | None = None  # a folder of SQLite files; None: the embedded set

@@ -2,4 +2,4 @@
 
 
 class UserError(ValueError):
-    """One clear line: what is wrong, where, and what to do. The command line prints it and exits."""
+    """One clear line: what is wrong, where, what to do. The command line prints it and exits."""

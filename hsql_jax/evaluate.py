@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hsql_env.analysis.behaviour import behaviour
 from hsql_env.analysis.stats import paired_bootstrap, significance_text, wilson_interval
 from hsql_env.records import PublicTask, Trajectory, read_jsonl, write_jsonl
-
 from hsql_jax.errors import UserError
 from hsql_jax.metrics import RunLog
 from hsql_jax.rollout.player import Player
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """How each stage's policy is evaluated, on seen and on unseen databases."""
+
+    base_tasks: int = 128  # the base fails nearly everything: fewer tasks tell as much
+    temperatures: tuple[float, ...] = (0.0, 1.0)  # of every stage; 0 is greedy
+    sharpened: tuple[float, ...] = (0.5,)  # of the SFT policy besides: what sharpening alone gives
+    resamples: int = 4_000  # of the bootstrap intervals
+
 
 ByDecoding = Mapping[str, Sequence[Trajectory]]  # "greedy", "t1", ... -> one trajectory a task
 
@@ -88,7 +99,9 @@ def changes(
     for split, decodings in after[1].items():
         for decoding, trajectories in decodings.items():
             earlier = {t.task.task_id: t for t in before[1][split].get(decoding, ())}
-            pairs = [(earlier[t.task.task_id], t) for t in trajectories if t.task.task_id in earlier]
+            pairs = [
+                (earlier[t.task.task_id], t) for t in trajectories if t.task.task_id in earlier
+            ]
             if not pairs:
                 continue
             change = paired_bootstrap(

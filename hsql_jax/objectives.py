@@ -142,7 +142,7 @@ def grpo(eps: float = 0.2) -> Objective:
 
 
 def gspo(eps: float = 3e-4) -> Objective:
-    """GSPO, equations (9)-(10): one ratio a trajectory, exp of the mean log ratio, clipped whole."""
+    """GSPO, equations (9)-(10): one ratio a trajectory, exp(mean log ratio), clipped whole."""
 
     def loss(tokens: Tokens) -> LossSum:
         weights = trajectory_weights(tokens)

@@ -44,7 +44,9 @@ def schedule(config: OptimConfig, peak: float, steps: int) -> optax.Schedule:
         "linear": optax.linear_schedule(peak, config.final * peak, rest),
     }[config.schedule]
     # The first update already moves: step 0 has rate peak / (warm + 1).
-    return optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), decay], [warm])
+    return optax.join_schedules(
+        [optax.linear_schedule(peak / (warm + 1), peak, warm), decay], [warm]
+    )
 
 
 def is_gain(path: Any) -> bool:

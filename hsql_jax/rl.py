@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from hsql_env.records import PublicTask
 from jax.sharding import Mesh
 
+from hsql_env.records import PublicTask
 from hsql_jax.checkpoint import Checkpoints
 from hsql_jax.data import Batch, pack
-from hsql_jax.demo_config import RlConfig
 from hsql_jax.errors import UserError
 from hsql_jax.metrics import RunLog
 from hsql_jax.model import ModelConfig
 from hsql_jax.objectives import Objective, resolve
-from hsql_jax.optim import make_optimizer
+from hsql_jax.optim import OptimConfig, make_optimizer
 from hsql_jax.rollout.player import Played, Player
 from hsql_jax.sft import stack
 from hsql_jax.train import Metrics, TrainState, create_state, make_train_step, train
@@ -27,6 +27,20 @@ from hsql_jax.train import Metrics, TrainState, create_state, make_train_step, t
 ROWS = 8  # packed rows of a micro-batch
 FIRST_ZERO_ITERATIONS = 5  # all rewards zero from the start: the harness or the parser is broken
 LATER_ZERO_ITERATIONS = 2  # all rewards zero after a success: the policy collapsed
+
+
+@dataclass(frozen=True)
+class RlConfig:
+    """The DAPO stage. An iteration samples `questions` groups of `group` episodes."""
+
+    optim: OptimConfig
+    objective: str = "dapo"
+    iterations: int = 12
+    questions: int = 16
+    group: int = 8  # G of equation (7)
+    updates: int = 2  # optimizer steps an iteration, each on its share of the groups
+    temperature: float = 1.0
+
 
 Group = list[Played]  # G episodes of one question
 
@@ -85,7 +99,9 @@ class Rollouts:
         picks = range(self.cursor, self.cursor + config.questions)
         drawn = [(pick, self._tasks[pick % len(self._tasks)]) for pick in picks]
         self.cursor += config.questions
-        jobs = [(task, pick * config.group + g) for pick, task in drawn for g in range(config.group)]
+        jobs = [
+            (task, pick * config.group + g) for pick, task in drawn for g in range(config.group)
+        ]
         played = self._player.play(params, jobs, config.temperature, f"rl@{step}")
         with self._sink.open("a", encoding="utf-8") as file:
             file.writelines(one.rollout.trajectory.model_dump_json() + "\n" for one in played)

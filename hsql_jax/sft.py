@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
-from hsql_env.records import Message, Trajectory
 from jax.sharding import Mesh
 
+from hsql_env.records import Message, Trajectory
 from hsql_jax.chat import ChatRenderer, Tools
 from hsql_jax.checkpoint import Checkpoints
 from hsql_jax.data import Batch, BatchStream, Example, trim
-from hsql_jax.demo_config import StageConfig
 from hsql_jax.metrics import RunLog
 from hsql_jax.model import ModelConfig
 from hsql_jax.objectives import sft
-from hsql_jax.optim import make_optimizer
+from hsql_jax.optim import OptimConfig, make_optimizer
 from hsql_jax.train import Metrics, TrainState, create_state, make_train_step, train
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    """One supervised stage: warm-up or SFT."""
+
+    steps: int
+    rows: int  # packed rows an optimizer step
+    row_tokens: int  # tokens of a row; longer examples are dropped and counted
+    optim: OptimConfig
+
 
 SCHEMA_CALL = '{"name": "sql_schema"'
 
@@ -32,7 +45,7 @@ def full_example(renderer: ChatRenderer, trajectory: Trajectory, tools: Tools) -
 def static_example(renderer: ChatRenderer, trajectory: Trajectory) -> Example | None:
     """The static pair (question and schema -> SQL) of equation (3); None if no schema was read."""
     messages = trajectory.messages
-    for call, observation in zip(messages, messages[1:], strict=False):
+    for call, observation in pairwise(messages):
         if call.role == "assistant" and SCHEMA_CALL in call.content:
             prompt = f"{observation.content}\n{trajectory.task.question}"
             pair = [
@@ -91,8 +104,6 @@ def run_stage(
 
 def stack(batches: Sequence[Batch]) -> Batch:
     """Micro-batches [B, T] as one batch of leaves [A, B, T]."""
-    import numpy as np
-
     return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
 
 

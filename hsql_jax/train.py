@@ -30,7 +30,7 @@ Metrics = dict[str, float]
 class TrainState:
     """Everything that training changes: parameters, optimizer state, and updates made so far."""
 
-    step: jax.Array
+    step: Any
     params: Any
     opt_state: Any
 
@@ -140,7 +140,8 @@ def make_train_step(
             grads, parts = one(index)
             sums = jax.tree.map(jnp.add, (carry[0], carry[1][:3]), (grads, parts[:3]))
             peaks = jax.tree.map(jnp.maximum, carry[1].peaks, parts.peaks)
-            return sums[0], LossSum(*sums[1], peaks)
+            total, weight, stats = sums[1]
+            return sums[0], LossSum(total, weight, stats, peaks)
 
         # Micro-batches that are all padding stand at the end and are not computed.
         used = jnp.sum(jnp.any(batch.segment_ids > 0, axis=(1, 2)))

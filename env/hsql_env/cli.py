@@ -14,7 +14,6 @@ from hsql_env.harness import EpisodeConfig
 from hsql_env.records import Database, RecordError, Task, read_jsonl
 from hsql_env.registry import DatabaseError, open_database
 from hsql_env.sandbox import Execution, GuardProfile, Limits, SandboxPool, Value
-from hsql_env.service.app import ServeError, serve
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,16 @@ Command = (
 )
 
 
+class CommandError(RuntimeError):
+    """A command that cannot go on; the message is what the user reads."""
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with 1 and one line on standard error for bad input."""
     command = tyro.cli(Command, prog="hsql-env", args=arguments)  # type: ignore[call-overload]
     try:
         code = _exec(command) if isinstance(command, Exec) else _serve(command)
-    except (DatabaseError, RecordError, ServeError, OSError) as error:
+    except (CommandError, DatabaseError, RecordError, OSError) as error:
         print(f"hsql-env: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
@@ -98,6 +101,9 @@ def _json_value(cell: Value) -> object:
 
 
 def _serve(command: Serve) -> int:
+    # Here, because the web framework takes longer to import than `exec` takes to run.
+    from hsql_env.service.app import ServeError, serve
+
     config = EpisodeConfig(
         max_turns=command.max_turns,
         observation_chars=command.observation_chars,
@@ -106,13 +112,10 @@ def _serve(command: Serve) -> int:
         verify_limits=Limits(wall_s=command.verify_seconds, rows=100_000),
     )
     databases = {record.database_id: record for record in read_jsonl(command.databases, Database)}
-    serve(
-        read_jsonl(command.tasks, Task),
-        databases,
-        command.host,
-        command.port,
-        command.workers,
-        config,
-        command.stop_with_stdin,
-    )
+    tasks = read_jsonl(command.tasks, Task)
+    address = command.host, command.port
+    try:
+        serve(tasks, databases, *address, command.workers, config, command.stop_with_stdin)
+    except ServeError as error:
+        raise CommandError(str(error)) from error
     return 0

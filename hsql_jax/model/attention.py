@@ -47,9 +47,7 @@ def _query_block(
     """Softmax attention of one block, X = B*K; scores and softmax in float32."""
     X, G, n, Q = q_XGnQ.shape
     B, _, C = visible_BnC.shape
-    scores = jnp.matmul(
-        q_XGnQ.reshape(X, G * n, Q), k_XQC, preferred_element_type=jnp.float32
-    )
+    scores = jnp.matmul(q_XGnQ.reshape(X, G * n, Q), k_XQC, preferred_element_type=jnp.float32)
     bias_BnC = jnp.where(visible_BnC, 0.0, MASKED)
     scores = scores.reshape(B, -1, n, C) * Q**-0.5 + bias_BnC[:, None]
     weights = jax.nn.softmax(scores, axis=-1).astype(v_XCQ.dtype).reshape(X, G * n, C)

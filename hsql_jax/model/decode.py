@@ -11,6 +11,7 @@ unrolled: a scan would copy its slice of the cache at every step.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -30,9 +31,11 @@ from hsql_jax.model.qwen3 import (
     rope_table,
 )
 
+Array = Any  # numpy from the host, jax inside a step
+
 
 class LayerCache(NamedTuple):
-    """Keys [S, K, Q, C] and values [S, K, C, Q] of one layer; past a slot's length they are junk."""
+    """Keys [S, K, Q, C] and values [S, K, C, Q] of one layer; junk past a slot's length."""
 
     k: jax.Array
     v: jax.Array
@@ -44,10 +47,10 @@ Cache = tuple[LayerCache, ...]  # one a layer
 class Rows(NamedTuple):
     """What the host knows of the rows it asks to work on, each [R]."""
 
-    slot: jax.Array  # which row of the cache, int32
-    length: jax.Array  # tokens of the slot already in the cache, int32
-    seed: jax.Array  # the episode's sampling seed, uint32
-    drawn: jax.Array  # tokens this episode has sampled so far, int32: the counter of its stream
+    slot: Array  # which row of the cache, int32
+    length: Array  # tokens of the slot already in the cache, int32
+    seed: Array  # the episode's sampling seed, uint32
+    drawn: Array  # tokens this episode has sampled so far, int32: the counter of its stream
 
 
 class Sampled(NamedTuple):
@@ -55,7 +58,7 @@ class Sampled(NamedTuple):
 
     tokens: jax.Array  # [R, n] int32
     logprobs: jax.Array  # [R, n] float32, of the distribution that was sampled
-    count: jax.Array  # [R] int32: how many of the n are real
+    counts: jax.Array  # [R] int32: how many of the n are real
 
 
 def init_cache(config: ModelConfig, slots: int, length: int) -> Cache:
@@ -66,9 +69,7 @@ def init_cache(config: ModelConfig, slots: int, length: int) -> Cache:
     return tuple(LayerCache(jnp.copy(k), jnp.copy(v)) for _ in range(config.layers))
 
 
-def sample(
-    logits_RV: jax.Array, rows: Rows, temperature: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def sample(logits_RV: jax.Array, rows: Rows, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:
     """One token a row and its log-probability under softmax(logits / temperature).
 
     Temperature 0 is greedy; its log-probabilities are those at temperature 1. Each row draws one
@@ -128,9 +129,8 @@ def cached_attention(
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(q.dtype)
     bounds = np.cumsum([part.k.shape[-1] for part in parts])[:-1]
     split = jnp.split(weights, bounds, axis=-1)
-    out = sum(
-        jnp.einsum("rkmc,rkcq->rkmq", w, part.v) for w, part in zip(split, parts, strict=True)
-    )
+    mixed = [jnp.einsum("rkmc,rkcq->rkmq", w, p.v) for w, p in zip(split, parts, strict=True)]
+    out = functools.reduce(jnp.add, mixed)
     return out.reshape(R, K, H // K, W, Q).transpose(0, 3, 1, 2, 4).reshape(R, W, H, Q)
 
 
@@ -289,9 +289,9 @@ def decode(
         out = Sampled(
             out.tokens.at[:, i].set(token),
             out.logprobs.at[:, i].set(logprob),
-            out.count + live,
+            out.counts + live,
         )
-        live = live & (token != stop_id) & (out.count < limit_R)
+        live = live & (token != stop_id) & (out.counts < limit_R)
         return i + 1, token, buffer, out, live
 
     def going(carry: Any) -> jax.Array:

@@ -210,7 +210,7 @@ class Engine:
         token = np.zeros(rows, np.int32)
         limit = np.zeros(rows, np.int32)
         for row, job in enumerate(jobs):
-            token[row], limit[row] = job.slot.pending, job.limit
+            token[row], limit[row] = job.out.ids[-1], job.limit
         used = _fit(max(job.slot.length for job in jobs), self.config.lengths)
         self._cache, sampled = self._decode(
             self._params,

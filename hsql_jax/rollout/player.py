@@ -9,7 +9,6 @@ from typing import Any
 
 from hsql_env.driver import Job, Rollout, run_episodes
 from hsql_env.service.client import AsyncEnvironment
-
 from hsql_jax.chat import ChatRenderer
 from hsql_jax.model.config import ModelConfig
 from hsql_jax.rollout.engine import Engine, EngineConfig
@@ -80,6 +79,5 @@ class Player:
         async with AsyncEnvironment(self._url) as env, self._engine.running(params, temperature):
             rollouts = await run_episodes(env, jobs, policy, self._config.slots, finished)
         return [
-            Played(r, r.session if isinstance(r.session, EngineSession) else None)
-            for r in rollouts
+            Played(r, r.session if isinstance(r.session, EngineSession) else None) for r in rollouts
         ]

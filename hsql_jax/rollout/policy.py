@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hsql_env.records import Message, PublicTask
-
 from hsql_jax.chat import ChatRenderer
 from hsql_jax.data import Example
 from hsql_jax.rollout.engine import Engine, Slot

@@ -8,6 +8,7 @@ from urllib.parse import quote
 import apsw
 
 _LENGTH_BYTES = 128 * 1024 * 1024  # longest text or blob
+_CACHE_KIB = 1024  # page cache; a worker keeps many databases open within one heap limit
 _LIMITS = {
     apsw.SQLITE_LIMIT_LENGTH: _LENGTH_BYTES,
     apsw.SQLITE_LIMIT_EXPR_DEPTH: 500,
@@ -40,6 +41,7 @@ def open_readonly(path: str | os.PathLike[str]) -> apsw.Connection:
     for limit, value in _LIMITS.items():
         connection.limit(limit, value)
     connection.execute("PRAGMA temp_store = MEMORY")
+    connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
     _connect_virtual_tables(connection)
     return connection
 

@@ -112,6 +112,7 @@ class SandboxPool:
         self._lock = threading.Lock()
         self._tables: OrderedDict[tuple[str, FileIdentity], tuple[Table, ...]] = OrderedDict()
         self._all: set[_Worker] = set()
+        # One entry a worker that is free; None stands for one to be started.
         self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
         for _ in range(workers):
             self._idle.put(self._start())
@@ -235,20 +236,20 @@ class SandboxPool:
         finally:
             if not healthy:
                 self._end(worker)
-            self._idle.put(worker if healthy else self._replace())
+            self._idle.put(worker if healthy else None)
 
     def _take(self) -> _Worker:
         try:
             worker = self._idle.get(timeout=self._queue_s)
         except queue.Empty:
             raise SandboxError(f"no worker was free for {self._queue_s:g} s") from None
-        if worker is None or self._closed:
-            self._idle.put(None)  # wake the next waiter too
-            raise SandboxError("the sandbox is closed")
-        return worker
-
-    def _replace(self) -> _Worker | None:
-        return None if self._closed else self._start()
+        try:
+            if self._closed:
+                raise SandboxError("the sandbox is closed")
+            return worker or self._start()
+        except SandboxError:
+            self._idle.put(None)  # the place stays, and the next waiter is woken
+            raise
 
     def _start(self) -> _Worker:
         try:
@@ -257,6 +258,10 @@ class SandboxPool:
             raise SandboxError(f"no worker process could be started: {error}") from error
         with self._lock:
             self._all.add(worker)
+            closed = self._closed
+        if closed:  # in the meantime, after `close` took its list
+            self._end(worker)
+            raise SandboxError("the sandbox is closed")
         return worker
 
     def _end(self, worker: _Worker) -> None:

@@ -26,7 +26,7 @@ from hsql_env.sandbox.introspect import read_tables
 from hsql_env.sandbox.open import FileIdentity, file_identity, open_readonly
 from hsql_env.sandbox.types import Execution, Failure, GuardProfile, Limits, Row, Table
 
-_OPEN_DATABASES = 64  # connections kept open a worker
+_OPEN_DATABASES = 128  # connections kept open a worker
 _MIB = 1024 * 1024
 
 
