@@ -42,7 +42,7 @@ from hsql_jax.evaluate import changes, decoding_name, evaluate, split_summary
 from hsql_jax.metrics import RunLog, final_table, read_metrics
 from hsql_jax.model import ModelConfig, init_params
 from hsql_jax.optim import make_optimizer
-from hsql_jax.rl import run_rl
+from hsql_jax.rl import NothingToLearn, run_rl
 from hsql_jax.rollout.player import Player
 from hsql_jax.sft import full_example, restore_params, run_stage, static_example
 from hsql_jax.sharding import MeshConfig, make_mesh
@@ -168,6 +168,8 @@ def teach(run: Run, url: str, tasks: Sequence[Task]) -> list[Trajectory]:
             public = [task.public for task in train]
             collection = await collect(env, public, teacher, 1, run.config.seed, 32, advance, sink)
         dropped = dict(collection.dropped) or "none"
+        if failed := collection.dropped["infrastructure"]:
+            raise UserError(f"teacher: the environment failed in {failed} episodes; use --resume")
         run.log.print(f"teacher: {len(collection.kept)} trajectories kept, dropped: {dropped}")
         return collection.kept
 
@@ -268,11 +270,15 @@ def reinforce(run: Run, model: ModelConfig, sft: Any, player: Player, tasks: Seq
         return restore_params(folder, model, tx, run.mesh)
     sink = run.path("trajectories", "rl.jsonl")
     train = public(tasks, "train")
-    with timed(run, "rl"):
-        params = run_rl(
-            config, model, sft, player, train, run.mesh, folder, sink,
-            run.config.engine.length, run.log, run.config.seed,
-        )  # fmt: skip
+    try:
+        with timed(run, "rl"):
+            params = run_rl(
+                config, model, sft, player, train, run.mesh, folder, sink,
+                run.config.engine.length, run.log, run.config.seed,
+            )  # fmt: skip
+    except NothingToLearn as stopped:
+        run.log.print(f"{stopped}. The SFT policy is evaluated in its place.")
+        return sft
     done.touch()
     return params
 

@@ -27,6 +27,7 @@ from hsql_jax.train import Metrics, TrainState, create_state, make_train_step, t
 ROWS = 8  # packed rows of a micro-batch
 FIRST_ZERO_ITERATIONS = 5  # all rewards zero from the start: the harness or the parser is broken
 LATER_ZERO_ITERATIONS = 2  # all rewards zero after a success: the policy collapsed
+MOST_ROLLOUTS = 10  # of one iteration, while too few groups have anything to teach
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class RlConfig:
 
 
 Group = list[Played]  # G episodes of one question
+
+
+class NothingToLearn(UserError):
+    """A guard stopped RL: going on would burn hours (spec section 6)."""
 
 
 class Rollouts:
@@ -81,17 +86,28 @@ class Rollouts:
         self.zero_iterations, self.succeeded = state["zero_iterations"], state["succeeded"]
 
     def next_batch(self, state: TrainState) -> Batch:
-        """The next update's batch [A, B, T]; plays an iteration of episodes when none is left."""
-        while not self._queue:
+        """The next update's batch [A, B, T]; plays an iteration of episodes when none is left.
+
+        Raises `NothingToLearn` when a guard trips.
+        """
+        if not self._queue:
+            self._queue = self._batches(self._effective_groups(state))
+        return self._queue.pop(0)
+
+    def _effective_groups(self, state: TrainState) -> list[Group]:
+        """Groups that train, of as many rollouts as it takes: DAPO's dynamic sampling, bounded."""
+        for _ in range(MOST_ROLLOUTS):
             begin = time.monotonic()
             groups = self._sample(state.params, int(state.step))
             self._guard(groups)
             kept = [group for group in groups if self._objective.keep(correctness(group))]
             self.metrics = group_metrics(groups, kept) | {"rollout_s": time.monotonic() - begin}
-            # A queue shorter than `updates` would shift the updates against the iterations.
-            if len(kept) >= self._config.updates:
-                self._queue = self._batches(kept)
-        return self._queue.pop(0)
+            if len(kept) >= self._config.updates:  # at least one for each update
+                return kept
+        raise NothingToLearn(
+            f"rl: {MOST_ROLLOUTS} rollouts in a row without enough groups to train on; "
+            "the tasks are too hard or too easy for this policy"
+        )
 
     def _sample(self, params: Any, step: int) -> list[Group]:
         """Play the next questions; groups in which the harness failed are left out whole."""
@@ -106,25 +122,25 @@ class Rollouts:
         with self._sink.open("a", encoding="utf-8") as file:
             file.writelines(one.rollout.trajectory.model_dump_json() + "\n" for one in played)
         groups = [played[i : i + config.group] for i in range(0, len(played), config.group)]
-        return [
-            group
-            for group in groups
-            if not any(one.rollout.trajectory.verdict.infrastructure for one in group)
-        ]
+        whole = [group for group in groups if not any(map(spoiled, group))]
+        if not whole:
+            reason = next(filter(None, map(spoiled, played)))
+            raise UserError(f"rl: the environment failed in every group: {reason}; use --resume")
+        return whole
 
     def _guard(self, groups: list[Group]) -> None:
-        """Stop a run that cannot learn; raises `UserError` (spec section 6, guards)."""
+        """Raises `NothingToLearn` when too many iterations had no reward at all."""
         if any(rewards(group).any() for group in groups):
             self.zero_iterations, self.succeeded = 0, True
             return
         self.zero_iterations += 1
         if not self.succeeded and self.zero_iterations >= FIRST_ZERO_ITERATIONS:
-            raise UserError(
+            raise NothingToLearn(
                 f"rl: no reward in the first {self.zero_iterations} iterations; train the SFT "
                 "policy further or check the environment's verdicts before RL"
             )
         if self.succeeded and self.zero_iterations >= LATER_ZERO_ITERATIONS:
-            raise UserError(
+            raise NothingToLearn(
                 f"rl: no reward in {self.zero_iterations} iterations in a row, the policy "
                 "collapsed; lower the learning rate"
             )
@@ -145,6 +161,11 @@ class Rollouts:
             padding = jax.tree.map(np.zeros_like, micro[0])
             batches.append(stack(micro + [padding] * (most - len(micro))))
         return batches
+
+
+def spoiled(one: Played) -> str:
+    """Why the harness failed in the episode, "" when it did not."""
+    return one.rollout.trajectory.verdict.infrastructure
 
 
 def rewards(group: Group) -> np.ndarray:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import jax
 import pytest
 from samples import SYSTEM, TOOLS, conversation
 from transformers import PreTrainedTokenizerFast
 
 from hsql_jax.chat import load_tokenizer, template_fragments
 from hsql_jax.tokenizer import frequent_fragments, tool_call_fragments, train_tokenizer
+
+jax.config.update("jax_num_cpu_devices", 8)  # virtual devices, for the tests of sharding
+# Tests compile much and compute little; LLVM's optimizations would be most of their time.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="session")

@@ -49,7 +49,7 @@ class ModelConfig:
             raise ValueError("attention_bias and sliding windows are not implemented")
         rope = hf.get("rope_parameters") or {}
         scaling = hf.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", scaling.get("rope_type", "default"))
+        rope_type = rope.get("rope_type", scaling.get("rope_type", scaling.get("type", "default")))
         if rope_type != "default":
             raise ValueError(f"rope_type {rope_type!r} is not implemented; use 'default'")
         sizes: dict[str, Any] = {

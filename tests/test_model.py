@@ -1,0 +1,190 @@
+"""Parity with transformers, what each config field does, packing, remat, initialisation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from hsql_jax.losses import token_logprobs
+from hsql_jax.model import ModelConfig, forward, head_matrix, init_params
+from hsql_jax.weights import hf_views, load_hf
+
+GOLDEN = Path(__file__).parent / "fixtures" / "golden"
+CASES = ["grouped", "untied", "single", "far"]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def logits_of(
+    params: Any, config: ModelConfig, tokens: Any, segments: Any, positions: Any
+) -> jax.Array:
+    return forward(params, config, tokens, segments, positions) @ head_matrix(params)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def loss_and_gradient(params: Any, config: ModelConfig, tokens: Any, positions: Any) -> Any:
+    """Mean next-token cross-entropy, computed as the trainer does."""
+
+    def loss(params: Any) -> jax.Array:
+        hidden = forward(params, config, tokens, jnp.ones_like(tokens), positions)[:, :-1]
+        targets = tokens[:, 1:].reshape(-1)
+        flat = hidden.reshape(-1, config.d_model)
+        return -token_logprobs(flat, head_matrix(params), targets, chunk=16)[0].mean()
+
+    return jax.value_and_grad(loss)(params)
+
+
+def golden(case: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    with safe_open(GOLDEN / case / "golden.safetensors", "numpy") as file:
+        return {key: file.get_tensor(key) for key in file.offset_keys()}, file.metadata()
+
+
+def golden_logits(case: str, config: ModelConfig, params: Any) -> np.ndarray:
+    saved, _ = golden(case)
+    ids = saved["input_ids"]
+    return np.asarray(logits_of(params, config, ids, np.ones_like(ids), saved["position_ids"]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_those_of_transformers(case: str) -> None:
+    config, params = load_hf(GOLDEN / case)
+    difference = golden_logits(case, config, params) - golden(case)[0]["logits"]
+    assert np.abs(difference).max() <= 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_equal_those_of_transformers(case: str) -> None:
+    config, params = load_hf(GOLDEN / case)
+    saved, metadata = golden(case)
+    loss, gradient = loss_and_gradient(params, config, saved["input_ids"], saved["position_ids"])
+    assert float(loss) == pytest.approx(float(saved["loss"]), rel=1e-5)
+    ours = hf_views(config, jax.tree.map(np.asarray, gradient))
+    norms = {name: float(norm) for name, norm in json.loads(metadata["gradient_norms"]).items()}
+    assert {name: float(np.linalg.norm(g)) for name, g in ours.items()} == pytest.approx(
+        norms, rel=1e-3
+    )
+    whole = saved["gradient"]
+    error = np.linalg.norm(ours[metadata["gradient_of"]] - whole) / np.linalg.norm(whole)
+    assert error <= 1e-3
+
+
+def test_each_constant_of_the_config_changes_the_logits() -> None:
+    config, params = load_hf(GOLDEN / "grouped")
+    reference = golden_logits("grouped", config, params)
+
+    def change(**fields: Any) -> float:
+        other = golden_logits("grouped", dataclasses.replace(config, **fields), params)
+        return float(np.abs(other - reference).max())
+
+    assert change(rope_theta=1e4) > 0.1
+    assert change(rms_eps=1e-5) > 1e-4
+    assert 1e-3 < change(dtype="bfloat16") < 1.0
+
+
+def test_each_size_of_the_config_changes_the_logits() -> None:
+    config, params = load_hf(GOLDEN / "untied")
+    reference = golden_logits("untied", config, params)
+    one_layer = params | {"layers": jax.tree.map(lambda leaf: leaf[:1], params["layers"])}
+    tied = {name: leaf for name, leaf in params.items() if name != "head"}
+    for other in (one_layer, tied):
+        assert np.abs(golden_logits("untied", config, other) - reference).max() > 0.1
+
+
+def test_query_heads_share_the_key_value_head_of_their_group() -> None:
+    """Heads 0, 1 read key/value head 0 and heads 2, 3 read 1: whole groups may change places."""
+    config, params = load_hf(GOLDEN / "grouped")
+    reference = golden_logits("grouped", config, params)
+
+    def swap(leaf: np.ndarray, axis: int) -> np.ndarray:
+        return np.concatenate(np.split(leaf, 2, axis)[::-1], axis)
+
+    layers = params["layers"]
+    keys_values = {name: swap(layers[name], 2) for name in ("k", "v")}
+    queries = {"q": swap(layers["q"], 2), "o": swap(layers["o"], 1)}
+    groups = golden_logits("grouped", config, params | {"layers": layers | keys_values | queries})
+    assert np.abs(groups - reference).max() < 1e-4
+    mixed = golden_logits("grouped", config, params | {"layers": layers | keys_values})
+    assert np.abs(mixed - reference).max() > 0.1
+
+
+def test_config_is_read_from_either_form_of_hugging_face() -> None:
+    hf = json.loads((GOLDEN / "single" / "config.json").read_text())
+    expected = ModelConfig(
+        vocab_size=64, d_model=28, layers=2, heads=4, kv_heads=4, head_dim=16, d_ff=40,
+        rope_theta=1e4, rms_eps=1e-5, tied=True,
+    )  # fmt: skip
+    assert ModelConfig.from_hf(hf) == expected
+    old = {key: value for key, value in hf.items() if key not in ("rope_parameters", "head_dim")}
+    read = ModelConfig.from_hf(old | {"rope_theta": 5e5, "tie_word_embeddings": False})
+    assert read == dataclasses.replace(expected, rope_theta=5e5, tied=False, head_dim=128)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen3_moe"}, "only dense 'qwen3'"),
+        ({"use_sliding_window": True}, "sliding windows are not implemented"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type 'yarn'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "yarn"}}, "rope_type 'yarn'"),
+        ({"num_key_value_heads": 3}, r"heads \(4\) is not a multiple of kv_heads \(3\)"),
+        ({"head_dim": 7}, r"head_dim \(7\) is odd"),
+    ],
+)
+def test_config_that_we_do_not_compute_is_refused(change: dict[str, Any], message: str) -> None:
+    hf = json.loads((GOLDEN / "single" / "config.json").read_text())
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf(hf | change)
+
+
+def test_packed_sequences_are_computed_as_if_alone() -> None:
+    config, params = load_hf(GOLDEN / "grouped")
+    ids = golden("grouped")[0]["input_ids"]
+    first, second = ids[0, :9], ids[1, :8]
+    row = np.concatenate([first, second, [7, 7, 7]])[None]  # three places of padding
+    segments = np.repeat([1, 2, 0], [9, 8, 3])[None]
+    positions = np.concatenate([np.arange(9), np.arange(8), np.zeros(3, int)])[None]
+    packed = np.asarray(logits_of(params, config, row, segments, positions))[0]
+    alone = golden("grouped")[0]["logits"]
+    np.testing.assert_allclose(packed[:9], alone[0, :9], atol=1e-4)
+    np.testing.assert_allclose(packed[9:17], alone[1, :8], atol=1e-4)
+    assert np.isfinite(packed[17:]).all()
+
+
+def test_remat_changes_no_gradient() -> None:
+    config, params = load_hf(GOLDEN / "grouped")
+    saved, _ = golden("grouped")
+    tokens, positions = saved["input_ids"], saved["position_ids"]
+    assert config.remat == "full"
+    loss, recomputed = loss_and_gradient(params, config, tokens, positions)
+    plain = dataclasses.replace(config, remat="none")
+    plain_loss, kept = loss_and_gradient(params, plain, tokens, positions)
+    assert float(loss) == pytest.approx(float(plain_loss), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), recomputed, kept)
+
+
+def test_init_depends_on_the_key_alone() -> None:
+    config = ModelConfig(
+        vocab_size=64, d_model=32, layers=8, heads=4, kv_heads=2, head_dim=16, d_ff=48, tied=False
+    )
+    params = init_params(config, jax.random.key(0))
+    again = init_params(config, jax.random.key(0))
+    other = init_params(config, jax.random.key(1))
+    jax.tree.map(np.testing.assert_array_equal, params, again)
+    assert not np.array_equal(params["embed"], other["embed"])
+    layers = params["layers"]
+    assert not np.array_equal(layers["gate"], layers["up"])
+    assert not np.array_equal(layers["q"][0], layers["q"][1])
+    assert np.all(np.asarray(layers["attn_norm"]) == 1.0)
+    # Scales: 1/sqrt(fan-in), and the branches' last matrices smaller by sqrt(2 L).
+    assert float(layers["q"].std()) == pytest.approx(32**-0.5, rel=0.05)
+    assert float(layers["down"].std()) == pytest.approx(48**-0.5 / 4, rel=0.05)
+    assert float(params["head"].std()) == pytest.approx(32**-0.5, rel=0.05)
