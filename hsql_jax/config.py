@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -57,8 +58,8 @@ def load_config(spec: str) -> Any:
         raise UserError(f"config {path}: no function {name!r}; it has: {known}")
     try:
         config = functions[name]()
-    except ValueError as error:  # a dataclass that refuses its values
-        raise UserError(f"config {spec}: {error}") from error
+    except (TypeError, ValueError) as error:  # a dataclass refuses a field or its value
+        raise UserError(f"config {spec}, line {_line(path, error)}: {error}") from error
     if not dataclasses.is_dataclass(config):
         raise UserError(f"config {spec}: returned a {type(config).__name__}, not a dataclass")
     return config
@@ -85,6 +86,12 @@ def _import_file(path: Path) -> ModuleType:
     except SyntaxError as error:
         raise UserError(f"config file {path}, line {error.lineno}: {error.msg}") from error
     return module
+
+
+def _line(path: Path, error: Exception) -> int:
+    """The line of the file that was running when the error came, 1 if none was."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((f.lineno or 1 for f in reversed(frames) if f.filename == str(path)), 1)
 
 
 def _config_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
@@ -201,7 +208,7 @@ def claim_run_folder(folder: Path, config: Any, resume: bool) -> None:
     """
     file = folder / CONFIG_FILE
     if file.is_file():
-        _check_same_run(folder, config, from_json(type(config), file.read_text()))
+        _check_same_run(folder, config, _stored(type(config), file))
         if not resume:
             raise UserError(
                 f"{folder} already holds this run: add --resume to continue it, "
@@ -214,10 +221,20 @@ def claim_run_folder(folder: Path, config: Any, resume: bool) -> None:
         raise UserError(
             f"{folder} is not empty and holds no {CONFIG_FILE}; choose another with --run-dir"
         )
-    folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{CONFIG_FILE}.partial"
-    partial.write_text(to_json(config))
-    partial.replace(file)  # whole or absent, whenever the run is cut
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_text(to_json(config))
+        partial.replace(file)  # whole or absent, whenever the run is cut
+    except OSError as error:
+        raise UserError(f"{folder}: {error.strerror}; choose another with --run-dir") from error
+
+
+def _stored(kind: type[C], file: Path) -> C:
+    try:
+        return from_json(kind, file.read_text())
+    except UserError as error:
+        raise UserError(f"{file}: {error}; choose another folder with --run-dir") from error
 
 
 def _check_same_run(folder: Path, config: Any, stored: Any) -> None:

@@ -14,6 +14,8 @@ import flax.struct
 import grain
 import numpy as np
 
+from hsql_jax.errors import UserError
+
 Array = Any  # numpy on the host, jax inside a step
 
 
@@ -153,7 +155,11 @@ class BatchStream(Iterator[Batch]):
     ) -> None:
         kept, self.counts = select(examples, length)
         if not kept:
-            raise ValueError(f"no example to train on with length={length}: {self.counts}")
+            raise UserError(
+                f"no example to train on: {self.counts.too_long} are longer than a row of {length} "
+                f"tokens, {self.counts.without_policy_tokens} have nothing to learn; "
+                "give longer rows (row_tokens)"
+            )
         order = np.random.default_rng(seed).permutation(len(kept))
         bins = first_fit([len(kept[i].ids) for i in order], length)
         packed = [[kept[order[i]] for i in members] for members in bins]

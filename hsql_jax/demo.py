@@ -24,9 +24,9 @@ from hsql_env.analysis.episodes import pick_episodes
 from hsql_env.analysis.report import render_report
 from hsql_env.harness.tools import SYSTEM_PROMPT, TOOLS
 from hsql_env.records import Database, PublicTask, Task, Trajectory, read_jsonl, write_jsonl
-from hsql_env.registry import DatabaseError, find_databases, open_database
+from hsql_env.registry import open_database, open_folder
 from hsql_env.service.client import AsyncEnvironment
-from hsql_env.service.launcher import ServiceProcess
+from hsql_env.service.launcher import ServiceProcess, ServiceProcessError
 from hsql_env.tasks.examples import write_examples
 from hsql_env.tasks.overlap import overlap
 from hsql_env.tasks.splits import split_tasks
@@ -69,31 +69,49 @@ class Run:
 
 def main(config: DemoConfig) -> None:
     """Run or resume the demo; prints the final table and leaves `summary.json`, `report.html`."""
+    # Before the folder is claimed, so that bad input leaves nothing behind.
+    given = None if config.databases is None else open_folder(config.databases)
     claim_run_folder(config.run_dir, config, config.resume)
     run = Run(config, config.run_dir, RunLog(config.run_dir), make_mesh(MeshConfig()))
-    tasks = make_data(run)
-    files = run.path("data", "tasks.jsonl"), run.path("data", "databases.jsonl")
-    with ServiceProcess(*files, workers=config.workers) as service:
-        trajectories = teach(run, service.url, tasks)
+    tasks = make_data(run, given)
+    with environment(run) as service:
+        trajectories = teach(run, service, tasks)
         renderer, model = make_tokenizer(run, trajectories)
         base = warm_up(run, renderer, model, trajectories)
         sft = fine_tune(run, renderer, model, trajectories, base)
-        with Player(service.url, model, config.engine, renderer, config.call_tokens) as player:
+        sizes = config.engine, renderer, config.call_tokens
+        with Player(service.url, model, *sizes, on_failure=service.check) as player:
             rl = reinforce(run, model, sft, player, tasks)
             results = evaluate_all(run, player, {"base": base, "sft": sft, "rl": rl}, tasks)
     finish(run, tasks, trajectories, results)
 
 
+@contextmanager
+def environment(run: Run) -> Iterator[ServiceProcess]:
+    """The environment service over the run's tasks, for the time of the block."""
+    files = run.path("data", "tasks.jsonl"), run.path("data", "databases.jsonl")
+    try:
+        with ServiceProcess(*files, workers=run.config.workers) as service:
+            yield service
+    except ServiceProcessError as error:
+        raise UserError(f"{error}; run again with --resume") from error
+
+
 # --- data --------------------------------------------------------------------------------------
 
 
-def make_data(run: Run) -> list[Task]:
-    """Databases, and their verified tasks split into train, seen and unseen."""
-    file = run.path("data", "tasks.jsonl")
-    if file.exists():
-        return list(read_jsonl(file, Task))
+def make_data(run: Run, given: list[Database] | None) -> list[Task]:
+    """Verified tasks over the given or the embedded databases, in train, seen and unseen."""
+    file, register = run.path("data", "tasks.jsonl"), run.path("data", "databases.jsonl")
     config = run.config
-    databases = register(run)
+    if file.exists():
+        if given is not None and given != list(read_jsonl(register, Database)):
+            raise UserError(
+                f"{config.databases}: not the files that {run.folder} began with; put those back, "
+                "or choose another folder with --run-dir"
+            )
+        return list(read_jsonl(file, Task))
+    databases = embedded_databases(run) if given is None else given
     with timed(run, "tasks"), run.log.stage("tasks", len(databases), "databases") as stage:
         tasks, report = synthesise_all(
             databases,
@@ -112,9 +130,16 @@ def make_data(run: Run) -> list[Task]:
             "databases gave tasks and at least 2 are needed, one to train on and one to hold out; "
             f"reasons: {problems or dict(report.deaths)}"
         )
-    unseen = max(1, round(config.tasks.unseen_share * len(by_database)))
-    held_out = min(config.tasks.eval_tasks, len(tasks) // 4)
+    most = len(by_database) - 1  # one is left to train on
+    unseen = min(max(1, round(config.tasks.unseen_share * len(by_database))), most)
+    held_out = max(1, min(config.tasks.eval_tasks, len(tasks) // 4))
     splits = split_tasks(by_database, config.seed, unseen, held_out, held_out)
+    if not splits.train:
+        raise UserError(
+            f"{config.databases or 'the embedded set'}: none of {len(tasks)} tasks is left to "
+            f"train on, {splits.dropped} share SQL with held-out ones; "
+            "raise --tasks.tasks-per-database or give more databases"
+        )
     facts = {
         "databases": len(databases),
         "databases with tasks": len(by_database),
@@ -124,35 +149,24 @@ def make_data(run: Run) -> list[Task]:
         "share of candidates that survive each layer": report.survival(),
         "databases without tasks": problems,
     }
-    run.path("data", "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
+    write_whole(run.path("data", "facts.json"), json.dumps(facts, indent=2) + "\n")
     chosen = [*splits.train, *splits.seen, *splits.unseen]
-    write_jsonl(run.path("data", "databases.jsonl"), databases)
+    write_jsonl(register, databases)
     write_jsonl(file, chosen)
     return chosen
 
 
-def register(run: Run) -> list[Database]:
-    """The user's databases, or the embedded set written into the run folder."""
-    config = run.config
-    if config.databases is None:
-        folder = run.path("data", "databases")
-        paths = write_examples(folder, config.tasks.databases, config.seed)
-        return [open_database(path) for path in paths]
-    found = []
-    for path in find_databases(config.databases):
-        try:
-            found.append(open_database(path))
-        except DatabaseError as error:
-            run.log.print(f"left out: {error}")
-    if not found:
-        raise UserError(f"{config.databases}: none of the databases can be opened")
-    return found
+def embedded_databases(run: Run) -> list[Database]:
+    """The embedded set, written into the run folder."""
+    folder = run.path("data", "databases")
+    paths = write_examples(folder, run.config.tasks.databases, run.config.seed)
+    return [open_database(path) for path in paths]
 
 
 # --- teacher and tokenizer ---------------------------------------------------------------------
 
 
-def teach(run: Run, url: str, tasks: Sequence[Task]) -> list[Trajectory]:
+def teach(run: Run, service: ServiceProcess, tasks: Sequence[Task]) -> list[Trajectory]:
     """One trajectory of the scripted bootstrap teacher a training task; those that verify."""
     sink = run.path("trajectories", "teacher.jsonl")
     file = run.path("data", "corpus.jsonl")
@@ -164,18 +178,21 @@ def teach(run: Run, url: str, tasks: Sequence[Task]) -> list[Trajectory]:
     )
 
     async def play() -> list[Trajectory]:
-        async with AsyncEnvironment(url) as env:
+        async with AsyncEnvironment(service.url) as env:
             public = [task.public for task in train]
             collection = await collect(env, public, teacher, 1, run.config.seed, 32, advance, sink)
         dropped = dict(collection.dropped) or "none"
         if failed := collection.dropped["infrastructure"]:
-            raise UserError(f"teacher: the environment failed in {failed} episodes; use --resume")
+            raise UserError(
+                f"teacher: the environment failed in {failed} episodes; run again with --resume"
+            )
         run.log.print(f"teacher: {len(collection.kept)} trajectories kept, dropped: {dropped}")
         return collection.kept
 
     with timed(run, "teacher"), run.log.stage("teacher", len(train), "episodes") as stage:
 
         def advance(done: int, total: int) -> None:
+            service.check()
             stage.advance(done - stage.done)
 
         kept = asyncio.run(play())
@@ -266,6 +283,8 @@ def reinforce(run: Run, model: ModelConfig, sft: Any, player: Player, tasks: Seq
     config = run.config.rl
     folder, done = run.path("checkpoints", "rl"), run.path("checkpoints", "rl.done")
     if done.exists():
+        if done.read_text():  # why a guard stopped it
+            return sft
         tx = make_optimizer(config.optim, config.iterations * config.updates)
         return restore_params(folder, model, tx, run.mesh)
     sink = run.path("trajectories", "rl.jsonl")
@@ -274,10 +293,11 @@ def reinforce(run: Run, model: ModelConfig, sft: Any, player: Player, tasks: Seq
         with timed(run, "rl"):
             params = run_rl(
                 config, model, sft, player, train, run.mesh, folder, sink,
-                run.config.engine.length, run.log, run.config.seed,
+                run.config.engine.session_tokens, run.log, run.config.seed,
             )  # fmt: skip
     except NothingToLearn as stopped:
         run.log.print(f"{stopped}. The SFT policy is evaluated in its place.")
+        write_whole(done, str(stopped))
         return sft
     done.touch()
     return params
@@ -339,13 +359,14 @@ def finish(
         "teacher": "scripted bootstrap teacher; it sees each task's blueprint",
         "data": json.loads(run.path("data", "facts.json").read_text()),
         "overlap": shared,
+        "rl_stopped": run.path("checkpoints", "rl.done").read_text(),  # "" when it went to the end
     }
     path = run.path("summary.json")
-    path.write_text(json.dumps(summary, indent=2) + "\n")
+    write_whole(path, json.dumps(summary, indent=2) + "\n")
     episodes = {"teacher": pick_episodes(trajectories[:200])}
     episodes |= {s: pick_episodes(by["unseen"]["greedy"]) for s, by in results.items()}
     page = render_report(summary | {"wall_seconds": seconds}, read_metrics(run.folder), episodes)
-    run.path("report.html").write_text(page, encoding="utf-8")
+    write_whole(run.path("report.html"), page)
     run.log.print(final_table(summary))
     for row in summary["changes"]:
         run.log.print(
@@ -370,4 +391,11 @@ def timed(run: Run, stage: str) -> Iterator[None]:
         file = run.path("seconds.json")
         seconds = json.loads(file.read_text()) if file.exists() else {}
         seconds[stage] = round(seconds.get(stage, 0.0) + time.monotonic() - begin, 1)
-        file.write_text(json.dumps(seconds) + "\n")
+        write_whole(file, json.dumps(seconds) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that it is whole or absent, whenever the run is cut."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -100,6 +100,8 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
     factory = OPTIMIZERS.get(config.name) or load_attribute(config.name, known=sorted(OPTIMIZERS))
     parts = [optax.clip_by_global_norm(config.clip_norm), factory(config, steps)]
     if config.gain_learning_rate is not None:
-        ratio = config.gain_learning_rate / config.learning_rate
+        # Muon leaves the gains to its Adam, at that one's rate.
+        base = config.adam_learning_rate if config.name == "muon" else config.learning_rate
+        ratio = config.gain_learning_rate / base
         parts.append(optax.masked(optax.scale(ratio), _mask(is_gain)))
     return optax.chain(*parts)

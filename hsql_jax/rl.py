@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,12 +79,14 @@ class Rollouts:
             "cursor": self.cursor,
             "zero_iterations": self.zero_iterations,
             "succeeded": self.succeeded,
+            "sink_bytes": self._sink.stat().st_size,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a position."""
         self.cursor = state["cursor"]
         self.zero_iterations, self.succeeded = state["zero_iterations"], state["succeeded"]
+        os.truncate(self._sink, state["sink_bytes"])  # what came later is played again
 
     def next_batch(self, state: TrainState) -> Batch:
         """The next update's batch [A, B, T]; plays an iteration of episodes when none is left.
@@ -158,6 +161,8 @@ class Rollouts:
                     if one.session is not None and any(one.session.mask):
                         examples.append(one.session.example(float(advantage)))
             micro = pack(examples, self._row_tokens, ROWS)
+            if not micro:
+                raise UserError("rl: no prompt leaves room for a turn; raise --engine.lengths")
             padding = jax.tree.map(np.zeros_like, micro[0])
             batches.append(stack(micro + [padding] * (most - len(micro))))
         return batches
@@ -218,6 +223,7 @@ def run_rl(
     with Checkpoints(folder) as checkpoints:
         if checkpoints.latest() is None:
             state = create_state(params, model, tx, mesh)
+            sink.unlink(missing_ok=True)
         else:
             state, extra = checkpoints.restore(model, tx, mesh)
             source.restore(extra["rollouts"])

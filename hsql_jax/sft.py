@@ -81,7 +81,13 @@ def run_stage(
             state, extra = checkpoints.restore(model, tx, mesh)
             stream.restore(extra["data"])
         done = int(state.step)
-        log.write(name, done, {"fill": stream.fill, "dropped": stream.counts.too_long})
+        counts = stream.counts
+        log.print(
+            f"{name}: {counts.kept} examples in rows of {config.row_tokens} tokens, "
+            f"{stream.fill:.0%} full; {counts.too_long} longer ones left out"
+        )
+        if done == 0:
+            log.write(name, 0, {"fill": stream.fill, "dropped": counts.too_long})
         with log.stage(name, config.steps, "steps", done) as stage:
 
             def on_step(state: TrainState, metrics: Metrics) -> None:

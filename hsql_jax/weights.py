@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -21,7 +20,7 @@ from hsql_jax.model.qwen3 import Params, is_spec
 
 TENSORS, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-DTYPES = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16}
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "q": "self_attn.q_proj",
@@ -63,8 +62,9 @@ def load_hf(folder: str | Path, dtype: str | None = None) -> tuple[ModelConfig, 
             raise UserError(f"{folder}: {problem} {min(keys)}; expected are {_listed(views)}")
     for file in sorted(set(stored.values())):
         with _open(file) as tensors:
-            for key in views.keys() & set(tensors.offset_keys()):
-                _copy(tensors, key, views[key], file)
+            for key in tensors.offset_keys():
+                if key in views:
+                    _copy(tensors, key, views[key], file)
     return config, params
 
 
@@ -162,4 +162,4 @@ def _dtype(path: Path) -> str:
     name = _open(path).get_slice(EMBED).get_dtype()
     if name not in DTYPES:
         raise UserError(f"{path}: {EMBED} is stored as {name}; known are {', '.join(DTYPES)}")
-    return np.dtype(DTYPES[name]).name
+    return DTYPES[name]

@@ -93,7 +93,7 @@ def test_the_projects_configs_are_found_from_any_folder(
         ("absent.py:small", r"config file absent.py not found in .*; check the path"),
         ("own.py", r"'own.py': give FILE.py:FUNCTION"),
         ("broken.py:small", r"broken.py, line 2: invalid syntax"),
-        ("refuses.py:bad", r"refuses.py:bad: width is 0"),
+        ("refuses.py:bad", r"refuses.py:bad, line 2: width is 0"),
         ("notes.txt:small", r"notes.txt is not a Python file"),
     ],
 )

@@ -136,7 +136,9 @@ def test_too_long_examples_are_counted_not_cut() -> None:
     assert stream.counts.kept == 10
     assert stream.counts.too_long == 1
     assert all(ids[0] != 9000 for batch in stream for ids in segments(batch))
-    with pytest.raises(ValueError, match="no example to train on with length=2"):
+    with pytest.raises(
+        ValueError, match="no example to train on: 3 are longer than a row of 2 tokens"
+    ):
         BatchStream(many(3), length=2, rows=1, seed=0)
 
 

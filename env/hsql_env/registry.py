@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from pathlib import Path
 
 import apsw
@@ -36,6 +37,28 @@ def find_databases(folder: str | os.PathLike[str]) -> list[Path]:
     if not found:
         endings = ", ".join(sorted(SUFFIXES))
         raise DatabaseError(f"{root}: no databases; put files ending in {endings} there")
+    return found
+
+
+def open_folder(folder: str | os.PathLike[str]) -> list[Database]:
+    """Return the records of the SQLite files under `folder`, sorted by path.
+
+    An id is a file's stem, or its path within the folder where two files share a stem. Raises
+    `DatabaseError` where one file cannot be used: to leave it out silently would change what a
+    run is made of.
+    """
+    paths = find_databases(folder)
+    stems = Counter(path.stem for path in paths)
+    found, problems = [], []
+    for path in paths:
+        name = path.stem if stems[path.stem] == 1 else path.relative_to(folder).as_posix()
+        try:
+            found.append(open_database(path, name))
+        except DatabaseError as error:
+            problems.append(str(error))
+    if problems:
+        more = f" ({len(problems) - 1} more of {len(paths)} files fail)" if problems[1:] else ""
+        raise DatabaseError(problems[0] + more)
     return found
 
 

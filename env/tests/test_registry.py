@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import CITY_SQL, build_database
 
-from hsql_env.registry import DatabaseError, find_databases, open_database
+from hsql_env.registry import DatabaseError, find_databases, open_database, open_folder
 from hsql_env.sandbox import SandboxPool
 
 
@@ -45,6 +45,28 @@ def test_find_nothing(tmp_path: Path) -> None:
         find_databases(tmp_path)
     with pytest.raises(DatabaseError, match="not a folder"):
         find_databases(tmp_path / "gone")
+
+
+def test_a_folder_is_opened_whole_with_ids_of_its_own(tmp_path: Path) -> None:
+    for name in ("city.db", "a/city.sqlite", "a/town.db"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        build_database(tmp_path / name, CITY_SQL)
+    assert [record.database_id for record in open_folder(tmp_path)] == [
+        "a/city.sqlite",
+        "town",
+        "city.db",
+    ]
+
+
+def test_a_folder_with_bad_files_is_refused_naming_the_first(file: Path) -> None:
+    file.with_name("a.db").write_bytes(b"no database")
+    file.with_name("b.db").touch()
+    with pytest.raises(DatabaseError) as caught:
+        open_folder(file.parent)
+    assert str(caught.value) == (
+        f"{file.with_name('a.db')}: not a SQLite database; remove it or name another file "
+        "(1 more of 3 files fail)"
+    )
 
 
 def check_refused(file: Path, reason: str) -> None:

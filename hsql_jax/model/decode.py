@@ -3,8 +3,9 @@
 Shapes: S slots (rows of the cache), R rows worked on, C cache length, W new tokens of a row,
 n steps of a chunk, K key/value heads, G query heads a key/value head, Q head size, V vocabulary.
 
-While a chunk is decoded its new keys and values live in a small buffer of n steps, and the cache
-is only read; it is written once, when the chunk ends. Keys are stored [K, Q, C] and values
+`extend` and `decode` only read the cache; the new keys and values live in a small buffer that
+`write_rows` stores afterwards, as a computation of its own on a donated cache. In one computation
+with the reads XLA would copy the whole cache first. Keys are stored [K, Q, C] and values
 [K, C, Q], the layouts in which both products of attention read memory in order. Layers are
 unrolled: a scan would copy its slice of the cache at every step.
 """
@@ -223,7 +224,7 @@ def extend(
     *,
     used: int,
 ) -> tuple[Cache, jax.Array, jax.Array]:
-    """Feed `count` tokens to each row and sample the token that follows: (cache, token, logprob).
+    """Feed `count` tokens to each row and sample the token that follows: (buffer, token, logprob).
 
     A padding row names a slot that nobody reads.
     """
@@ -241,7 +242,7 @@ def extend(
     )
     last = jnp.take_along_axis(hidden, (count_R - 1)[:, None, None], axis=1)[:, 0]
     token, logprob = sample(logits_of(params, last), rows, temperature)
-    return write_rows(cache, new, rows), token, logprob
+    return new, token, logprob
 
 
 def decode(
@@ -259,8 +260,9 @@ def decode(
 ) -> tuple[Cache, Sampled]:
     """Sample up to `steps` tokens a row after `token`, each row until `stop_id` or its `limit`.
 
-    `used` bounds every row's length, so that only that much of the cache is read. A row with
-    limit 0 does nothing. The loop ends early when every row has stopped.
+    Returns the buffer for `write_rows` and the tokens. `used` bounds every row's length, so that
+    only that much of the cache is read. A row with limit 0 does nothing. The loop ends early when
+    every row has stopped.
     """
     R = token_R.shape[0]
     old = read_rows(cache, rows, used)
@@ -299,7 +301,7 @@ def decode(
 
     start = (jnp.int32(0), token_R, empty_buffer(old, steps), out, limit_R > 0)
     _, _, buffer, out, _ = jax.lax.while_loop(going, body, start)
-    return write_rows(cache, buffer, rows), out
+    return buffer, out
 
 
 def logits_of(params: Params, hidden_RD: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
 """The generation engine: slots with continuous batching, shared by many concurrent episodes.
 
 A slot belongs to one episode for its whole life and keeps its keys and values across turns, so
-that only new observation tokens are fed. Each round feeds the slots that have news and decodes a
-chunk for all that are generating; a slot that waits for the environment costs nothing and stops
-nobody.
+that only new observation tokens are fed. Each round decodes a chunk for all slots that generate,
+and feeds slots with news once they fill a batch or nobody generates; a slot that waits for the
+environment costs nothing and stops nobody.
 """
 
 from __future__ import annotations
@@ -20,26 +20,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsql_jax.model.config import ModelConfig
-from hsql_jax.model.decode import Rows, decode, extend, init_cache
+from hsql_jax.model.decode import Rows, decode, extend, init_cache, write_rows
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of the engine; every distinct (rows, width, length) of a call compiles once."""
+    """Sizes of the engine; it compiles twice for each of `lengths`."""
 
-    slots: int = 64  # episodes generating at the same time
-    length: int = 384  # tokens of a whole session, prompt and observations included
-    chunk: int = 16  # decode steps between two looks at the queue
-    widths: tuple[int, ...] = (32, 128)  # new tokens fed at once; longer inputs take several
-    rows: tuple[int, ...] = (16, 64)  # batch sizes; the last is at least `slots`
-    lengths: tuple[int, ...] = (192, 384)  # how much of the cache a decode chunk reads
+    slots: int = 96  # episodes in progress at the same time
+    rows: int = 32  # slots worked on in one call; more rows only outgrow a CPU's caches
+    width: int = 32  # new tokens of a slot fed at once; longer inputs take several passes
+    chunk: int = 8  # decode steps between two looks at the queue
+    lengths: tuple[int, ...] = (128, 256, 448)  # how much of the cache a call reads
 
-    def __post_init__(self) -> None:
-        if self.rows[-1] < self.slots or self.lengths[-1] < self.length:
-            raise ValueError(
-                f"rows {self.rows} must reach slots {self.slots}, "
-                f"and lengths {self.lengths} must reach length {self.length}"
-            )
+    @property
+    def session_tokens(self) -> int:
+        """Tokens of a whole session, prompt and observations included."""
+        return self.lengths[-1]
 
 
 @dataclass
@@ -61,7 +58,7 @@ class Generated:
     logprobs: list[float] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
     slot: Slot
     ids: list[int]  # still to be fed
@@ -79,24 +76,21 @@ class Engine:
         self._temperature = jnp.float32(0.0)
         # One more slot than episodes: padding rows read and write it. Slack behind the longest
         # session takes the junk tail of a buffer.
-        slack = max(config.chunk, *config.widths)
-        self._cache = init_cache(model, config.slots + 1, config.length + slack)
+        slack = max(config.chunk, config.width)
+        self._cache = init_cache(model, config.slots + 1, config.session_tokens + slack)
         self._free: asyncio.Queue[Slot] = asyncio.Queue()
         for index in range(config.slots):
             self._free.put_nowait(Slot(index))
+        self._inbox: list[_Job] = []  # of the event loop; a round's thread owns the other two
         self._queued: list[_Job] = []
         self._active: list[_Job] = []
         self._wake = asyncio.Event()
-        self._extend = jax.jit(
-            functools.partial(extend, config=model),
-            static_argnames="used",
-            donate_argnames="cache",
-        )
+        self._extend = jax.jit(functools.partial(extend, config=model), static_argnames="used")
         self._decode = jax.jit(
             functools.partial(decode, config=model, stop_id=stop_id),
             static_argnames=("steps", "used"),
-            donate_argnames="cache",
         )
+        self._write = jax.jit(write_rows, donate_argnums=0)
         self.peak_active = 0
 
     # --- what an episode calls -----------------------------------------------------------------
@@ -112,7 +106,7 @@ class Engine:
 
     def room(self, slot: Slot) -> int:
         """Tokens that still fit into the slot's session."""
-        return self.config.length - slot.length - (slot.pending is not None)
+        return self.config.session_tokens - slot.length - (slot.pending is not None)
 
     async def generate(self, slot: Slot, ids: Sequence[int], limit: int) -> Generated:
         """Append `ids` to the slot, then sample until the stop token or `limit` tokens.
@@ -128,7 +122,7 @@ class Engine:
             min(limit, self.room(slot) - len(ids)),
             asyncio.get_running_loop().create_future(),
         )
-        self._queued.append(job)
+        self._inbox.append(job)
         self._wake.set()
         return await job.done
 
@@ -148,56 +142,60 @@ class Engine:
     async def _serve(self) -> None:
         try:
             while True:
-                while not self._queued and not self._active:
+                while not self._inbox and not self._queued and not self._active:
                     self._wake.clear()
                     await self._wake.wait()
-                feeding, self._queued = self._queued, []
+                self._queued, self._inbox = self._queued + self._inbox, []
                 # In a thread: the event loop goes on talking to the environment meanwhile.
-                for job in await asyncio.to_thread(self._round, feeding):
+                for job in await asyncio.to_thread(self._round):
                     if not job.done.cancelled():
                         job.done.set_result(job.out)
         except Exception as error:
-            for job in self._queued + self._active:
+            for job in self._inbox + self._queued + self._active:
                 if not job.done.done():
                     job.done.set_exception(error)
             raise
 
-    def _round(self, feeding: list[_Job]) -> list[_Job]:
-        """Feed new ids, decode one chunk; return the jobs that are finished."""
-        finished: list[_Job] = []
-        while feeding:
-            width = _fit(min(len(job.ids) for job in feeding), self.config.widths)
-            batch = [job for job in feeding if _fit(len(job.ids), self.config.widths) == width]
-            batch = batch[: self.config.rows[0]]
-            self._feed(batch, width)
-            feeding = [job for job in feeding if job.ids]
-            sampled = [job for job in batch if not job.ids]
-            finished += [job for job in sampled if self._over(job)]
-            self._active += [job for job in sampled if not self._over(job)]
+    def _round(self) -> list[_Job]:
+        """Feed one batch if it is worth it, decode one chunk; return the jobs that are finished."""
+        rows = self.config.rows
+        if len(self._queued) >= rows or not self._active:
+            batch = self._queued[:rows]
+            self._feed(batch)
+            self._queued = [job for job in self._queued if job.ids]
+            self._active += [job for job in batch if not job.ids]
+        finished = self._take_finished()
         self.peak_active = max(self.peak_active, len(self._active))
-        if self._active:
-            self._chunk(self._active)
-            finished += [job for job in self._active if self._over(job)]
-            self._active = [job for job in self._active if not self._over(job)]
-        return finished
+        # Slots of like length together: each call reads only as much cache as its longest needs.
+        self._active.sort(key=lambda job: job.slot.length)
+        for start in range(0, len(self._active), rows):
+            self._chunk(self._active[start : start + rows])
+        return finished + self._take_finished()
 
-    def _feed(self, jobs: list[_Job], width: int) -> None:
-        rows = self.config.rows[0]
+    def _take_finished(self) -> list[_Job]:
+        over = [job for job in self._active if job.limit <= 0 or job.out.ids[-1] == self.stop_id]
+        self._active = [job for job in self._active if job not in over]
+        return over
+
+    def _feed(self, jobs: list[_Job]) -> None:
+        rows, width = self.config.rows, self.config.width
         tokens = np.zeros((rows, width), np.int32)
         count = np.ones(rows, np.int32)
         for row, job in enumerate(jobs):
             part, job.ids = job.ids[:width], job.ids[width:]
             tokens[row, : len(part)], count[row] = part, len(part)
         used = _fit(max(job.slot.length for job in jobs), self.config.lengths)
-        self._cache, token, logprob = self._extend(
+        slots = self._rows([job.slot for job in jobs])
+        buffer, token, logprob = self._extend(
             self._params,
             cache=self._cache,
-            rows=self._rows([job.slot for job in jobs], rows),
+            rows=slots,
             tokens_RW=tokens,
             count_R=count,
             temperature=self._temperature,
             used=used,
         )
+        self._cache = self._write(self._cache, buffer, slots)
         token, logprob = np.asarray(token), np.asarray(logprob)
         for row, job in enumerate(jobs):
             job.slot.length += int(count[row])
@@ -206,31 +204,33 @@ class Engine:
                 self._take(job, token[row : row + 1], logprob[row : row + 1])
 
     def _chunk(self, jobs: list[_Job]) -> None:
-        rows = _fit(len(jobs), self.config.rows)
+        rows = self.config.rows
         token = np.zeros(rows, np.int32)
         limit = np.zeros(rows, np.int32)
         for row, job in enumerate(jobs):
             token[row], limit[row] = job.out.ids[-1], job.limit
         used = _fit(max(job.slot.length for job in jobs), self.config.lengths)
-        self._cache, sampled = self._decode(
+        slots = self._rows([job.slot for job in jobs])
+        buffer, sampled = self._decode(
             self._params,
             cache=self._cache,
-            rows=self._rows([job.slot for job in jobs], rows),
+            rows=slots,
             token_R=token,
             limit_R=limit,
             temperature=self._temperature,
             steps=self.config.chunk,
             used=used,
         )
+        self._cache = self._write(self._cache, buffer, slots)
         tokens, logprobs, counts = (np.asarray(leaf) for leaf in sampled)
         for row, job in enumerate(jobs):
             count = int(counts[row])
             job.slot.length += count  # the pending token and all but the last sampled one
             self._take(job, tokens[row, :count], logprobs[row, :count])
 
-    def _rows(self, slots: list[Slot], rows: int) -> Rows:
+    def _rows(self, slots: list[Slot]) -> Rows:
         spare = Slot(self.config.slots)
-        padded = slots + [spare] * (rows - len(slots))
+        padded = slots + [spare] * (self.config.rows - len(slots))
         return Rows(
             np.array([slot.index for slot in padded], np.int32),
             np.array([slot.length for slot in padded], np.int32),
@@ -244,9 +244,6 @@ class Engine:
         job.limit -= len(tokens)
         job.slot.drawn += len(tokens)
         job.slot.pending = int(tokens[-1])
-
-    def _over(self, job: _Job) -> bool:
-        return job.limit <= 0 or job.out.ids[-1] == self.stop_id
 
 
 def _fit(size: int, buckets: tuple[int, ...]) -> int:

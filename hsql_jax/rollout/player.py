@@ -37,7 +37,10 @@ class Player:
         config: EngineConfig,
         renderer: ChatRenderer,
         call_tokens: int,
+        on_failure: Callable[[], None] | None = None,
     ) -> None:
+        """`on_failure` is called after an episode that the harness failed; it may raise."""
+        self._on_failure = on_failure
         self._url, self._config, self._call_tokens = url, config, call_tokens
         self._renderer = renderer
         self._engine = Engine(model, config, renderer.stop_id)
@@ -73,6 +76,8 @@ class Player:
         def finished(rollout: Rollout) -> None:
             if isinstance(rollout.session, EngineSession):
                 rollout.session.close()
+            if rollout.trajectory.verdict.infrastructure and self._on_failure is not None:
+                self._on_failure()
             if on_done is not None:
                 on_done(rollout)
 
