@@ -123,23 +123,23 @@ class Run:
 
 @functools.partial(jax.jit, static_argnums=1)
 def trainer(params: Any, config: ModelConfig, ids: jax.Array, temperature: float) -> Any:
-    """As the trainer computes it, for ids [T]: each next token's log-probability, and the mode."""
+    """As the trainer computes it, for ids [T]: log-probs of the next tokens, and logits [T, V]."""
     tokens = ids[None]
     positions = jnp.arange(tokens.shape[1])[None]
     hidden = forward(params, config, tokens, jnp.ones_like(tokens), positions)[0]
     head = head_matrix(params)
     targets = jnp.roll(ids, -1)
     logprobs, _ = token_logprobs(hidden, head, targets, temperature=temperature)
-    return logprobs, jnp.argmax(hidden @ head, axis=-1)
+    return logprobs, hidden @ head
 
 
 def recomputed(run: Run, row: int, temperature: float) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities and modes at the row's sampled tokens, by a full forward pass."""
     ids, sampled = run.ids[row], len(run.logprobs[row])
     padded = jnp.asarray(ids + [0] * (LENGTH - len(ids)))
-    logprobs, mode = trainer(params(run.config), run.config, padded, temperature)
+    logprobs, logits = trainer(params(run.config), run.config, padded, temperature)
     window = np.s_[len(ids) - sampled - 1 : len(ids) - 1]
-    return np.asarray(logprobs)[window], np.asarray(mode)[window]
+    return np.asarray(logprobs)[window], np.asarray(logits).argmax(-1)[window]
 
 
 def generated(config: ModelConfig, temperature: float, rows: Sequence[int] = range(R)) -> Run:

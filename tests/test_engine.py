@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from micro import MODEL
 from test_decode import params, trainer
 
 from hsql_env.records import Message, PublicTask
+from hsql_jax.model.decode import Rows, sample
 from hsql_jax.rollout.engine import Engine, EngineConfig, Generated, Slot
 from hsql_jax.rollout.policy import EnginePolicy
 
@@ -76,14 +78,14 @@ def test_sampler_logprobs_equal_the_trainers(bench: Bench, temperature: float) -
 
     for ids, logprobs, sampled in bench.run(play(), temperature):
         padded = np.array(ids + [0] * (LENGTH - len(ids)), np.int32)
-        recomputed, mode = trainer(params(MODEL), MODEL, padded, temperature or 1.0)
+        recomputed, logits = trainer(params(MODEL), MODEL, padded, temperature or 1.0)
         chosen = np.flatnonzero(sampled)
         assert len(chosen) >= 3
         np.testing.assert_allclose(
             np.asarray(logprobs)[chosen], np.asarray(recomputed)[chosen - 1], atol=1e-4
         )
         if temperature == 0:
-            assert np.array_equal(np.asarray(ids)[chosen], np.asarray(mode)[chosen - 1])
+            assert np.array_equal(np.asarray(ids)[chosen], logits.argmax(-1)[chosen - 1])
 
 
 def test_an_episode_does_not_depend_on_its_company(bench: Bench) -> None:
@@ -96,6 +98,20 @@ def test_an_episode_does_not_depend_on_its_company(bench: Bench) -> None:
         ((alone, alone_logprobs, _),) = bench.run(play([seed]))
         assert alone == ids
         np.testing.assert_allclose(alone_logprobs, logprobs, atol=1e-5)
+
+
+def test_each_token_is_drawn_by_its_number_in_the_episode(bench: Bench) -> None:
+    """Chunks and turns go on in one stream of random numbers, that of the episode's seed."""
+    seed = 4_000_000_000
+    ids, _, sampled = bench.run(session(bench.engine, seed, turns_of(8)))
+    padded = np.array(ids + [0] * (LENGTH - len(ids)), np.int32)
+    _, logits = trainer(params(MODEL), MODEL, padded, 1.0)
+    chosen = np.flatnonzero(sampled)
+    zeros = np.zeros(len(chosen), np.int32)
+    seeds = np.full(len(chosen), seed, np.uint32)
+    stream = Rows(zeros, zeros, seeds, np.arange(len(chosen), dtype=np.int32))
+    expected, _ = sample(logits[chosen - 1], stream, jnp.float32(1.0))
+    assert np.asarray(ids)[chosen].tolist() == expected.tolist()
 
 
 def test_seeds_and_nothing_else_set_the_samples(bench: Bench) -> None:
@@ -260,7 +276,9 @@ def test_a_failure_of_the_engine_reaches_every_caller(
 
     async def play() -> list[Any]:
         slots = [await bench.engine.acquire(seed) for seed in range(4)]
-        calls = [asyncio.create_task(bench.engine.generate(s, [7, 8], 1 + s.seed)) for s in slots[:3]]
+        calls = [
+            asyncio.create_task(bench.engine.generate(s, [7, 8], 1 + s.seed)) for s in slots[:3]
+        ]
         results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 5)
         late = bench.engine.generate(slots[3], [7], 2)
         results += await asyncio.wait_for(asyncio.gather(late, return_exceptions=True), 5)

@@ -85,6 +85,7 @@ class Engine:
         self._queued: list[_Job] = []
         self._active: list[_Job] = []
         self._wake = asyncio.Event()
+        self._failure: Exception | None = None
         self._extend = jax.jit(functools.partial(extend, config=model), static_argnames="used")
         self._decode = jax.jit(
             functools.partial(decode, config=model, stop_id=stop_id),
@@ -111,8 +112,11 @@ class Engine:
     async def generate(self, slot: Slot, ids: Sequence[int], limit: int) -> Generated:
         """Append `ids` to the slot, then sample until the stop token or `limit` tokens.
 
-        Raises `ValueError` when ids and one sampled token do not fit; see `room`.
+        Raises `ValueError` when ids and one sampled token do not fit; see `room`. A failure of the
+        engine is raised too, in this call and in all later ones.
         """
+        if self._failure is not None:
+            raise self._failure
         if len(ids) + 1 > self.room(slot):
             raise ValueError(f"{len(ids)} tokens do not fit into the {self.room(slot)} left")
         pending = [] if slot.pending is None else [slot.pending]
@@ -130,6 +134,7 @@ class Engine:
     async def running(self, params: Any, temperature: float) -> AsyncIterator[None]:
         """Serves `generate` with these parameters while the block runs; 0 is greedy."""
         self._params, self._temperature = params, jnp.float32(temperature)
+        self._inbox, self._queued, self._active, self._failure = [], [], [], None
         task = asyncio.create_task(self._serve())
         try:
             yield
@@ -140,18 +145,21 @@ class Engine:
     # --- the rounds ----------------------------------------------------------------------------
 
     async def _serve(self) -> None:
+        held: list[_Job] = []
         try:
             while True:
                 while not self._inbox and not self._queued and not self._active:
                     self._wake.clear()
                     await self._wake.wait()
                 self._queued, self._inbox = self._queued + self._inbox, []
+                held = self._queued + self._active
                 # In a thread: the event loop goes on talking to the environment meanwhile.
                 for job in await asyncio.to_thread(self._round):
                     if not job.done.cancelled():
                         job.done.set_result(job.out)
         except Exception as error:
-            for job in self._inbox + self._queued + self._active:
+            self._failure = error
+            for job in held + self._inbox:
                 if not job.done.done():
                     job.done.set_exception(error)
             raise
