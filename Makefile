@@ -23,7 +23,7 @@ test-env: .venv-env/.installed ## the text half's tests, where JAX is not instal
 	cd env && ../$(ENV_BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 test-jax: .venv/.installed ## the tensor half's tests
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: .venv/.installed ## ruff: rules and formatting
 	$(BIN)/ruff check .

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from hsql_jax.demo_config import DemoConfig
+import dataclasses
+
+from hsql_jax.demo_config import DemoConfig, TaskConfig
 from hsql_jax.model.config import ModelConfig
 from hsql_jax.optim import OptimConfig
 from hsql_jax.rl import RlConfig
+from hsql_jax.rollout.engine import EngineConfig
 from hsql_jax.sft import StageConfig
 
 
@@ -37,4 +40,24 @@ def demo() -> DemoConfig:
                 warmup=0.2,
             )
         ),
+    )
+
+
+def own_databases() -> DemoConfig:
+    """The default with `--databases`: long rows for real schemas, and a short SFT and RL.
+
+    A few databases are too little to learn from at this size; the run shows that they pass through
+    every stage. More databases, tasks and steps are options like any other.
+    """
+    base = demo()
+    stage = dataclasses.replace(base.sft, steps=60, rows=2, row_tokens=1536)
+    return dataclasses.replace(
+        base,
+        model=dataclasses.replace(base.model, vocab_size=4000),
+        warmup=stage,
+        sft=dataclasses.replace(stage, steps=90),
+        rl=dataclasses.replace(base.rl, iterations=2, questions=4),
+        tasks=TaskConfig(tasks_per_database=60, unseen_share=0.25, eval_tasks=32),
+        engine=EngineConfig(slots=16, rows=16, width=64, lengths=(512, 1536)),
+        evaluation=dataclasses.replace(base.evaluation, base_tasks=8),
     )

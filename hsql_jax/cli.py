@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from hsql_jax import __version__
@@ -31,6 +32,7 @@ class Verb:
     summary: str
     module: str
     config: str  # where the defaults come from, FILE.py:FUNCTION
+    config_with: Mapping[str, str] = MappingProxyType({})  # other defaults where an option is given
 
 
 VERBS: Mapping[str, Verb] = {
@@ -38,6 +40,7 @@ VERBS: Mapping[str, Verb] = {
         "The whole loop in minutes on a CPU: databases, tasks, teacher, SFT, RL, evaluation.",
         "hsql_jax.demo",
         "configs/demo.py:demo",
+        {"--databases": "configs/demo.py:own_databases"},
     ),
 }
 
@@ -97,7 +100,9 @@ def _config(name: str, verb: Verb, arguments: Sequence[str]) -> Any:
     from hsql_jax.config import load_config, override
 
     parser = argparse.ArgumentParser(prog=f"hsql {name}", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default=verb.config, metavar="FILE.py:FUNCTION")
+    given = {argument.partition("=")[0] for argument in arguments}
+    default = next((verb.config_with[o] for o in verb.config_with if o in given), verb.config)
+    parser.add_argument("--config", default=default, metavar="FILE.py:FUNCTION")
     chosen, overrides = parser.parse_known_args(arguments)
     description = (
         f"{verb.summary}\n\nThe defaults below are those of {chosen.config}; "

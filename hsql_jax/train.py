@@ -126,8 +126,8 @@ def make_train_step(
         metrics |= parts.peaks | {
             "loss": parts.total / jnp.maximum(parts.weight, 1e-9),
             "loss_tokens": parts.stats["tokens"],
-            "grad_norm": optax.tree_utils.tree_l2_norm(grads),
-            "update_norm": optax.tree_utils.tree_l2_norm(updates),
+            "grad_norm": optax.tree_utils.tree_norm(grads),
+            "update_norm": optax.tree_utils.tree_norm(updates),
         }
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 

@@ -77,7 +77,9 @@ class Engine:
         # One more slot than episodes: padding rows read and write it. Slack behind the longest
         # session takes the junk tail of a buffer.
         slack = max(config.chunk, config.width)
-        self._cache = init_cache(model, config.slots + 1, config.session_tokens + slack)
+        self._device = jax.local_devices()[0]
+        cache = init_cache(model, config.slots + 1, config.session_tokens + slack)
+        self._cache = jax.device_put(cache, self._device)
         self._free: asyncio.Queue[Slot] = asyncio.Queue()
         for index in range(config.slots):
             self._free.put_nowait(Slot(index))
@@ -133,7 +135,8 @@ class Engine:
     @asynccontextmanager
     async def running(self, params: Any, temperature: float) -> AsyncIterator[None]:
         """Serves `generate` with these parameters while the block runs; 0 is greedy."""
-        self._params, self._temperature = params, jnp.float32(temperature)
+        self._params = jax.device_put(params, self._device)
+        self._temperature = jnp.float32(temperature)
         self._inbox, self._queued, self._active, self._failure = [], [], [], None
         task = asyncio.create_task(self._serve())
         try:
