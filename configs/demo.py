@@ -15,21 +15,22 @@ from hsql_jax.sft import StageConfig
 def demo() -> DemoConfig:
     """A Qwen3 of about a million parameters, trained from scratch."""
     optim = OptimConfig(
-        name="muon", learning_rate=2e-2, adam_learning_rate=3e-3, b2=0.98, schedule="linear"
+        name="muon", learning_rate=2e-2, adam_learning_rate=6e-3, b2=0.98, schedule="linear"
     )
     return DemoConfig(
         model=ModelConfig(
             vocab_size=1400,
             d_model=128,
-            layers=4,
+            layers=3,
             heads=4,
             kv_heads=2,
             head_dim=32,
-            d_ff=384,
+            d_ff=256,
+            rope_theta=10_000.0,
             remat="none",
         ),
-        warmup=StageConfig(steps=300, rows=8, row_tokens=256, optim=optim),
-        sft=StageConfig(steps=900, rows=8, row_tokens=256, optim=optim),
+        warmup=StageConfig(steps=200, rows=8, row_tokens=256, optim=optim),
+        sft=StageConfig(steps=800, rows=8, row_tokens=256, optim=optim),
         rl=RlConfig(
             optim=OptimConfig(
                 name="adamw",

@@ -17,9 +17,9 @@ from hsql_jax.sft import StageConfig
 class TaskConfig:
     """The databases and the tasks synthesised on them."""
 
-    databases: int = 1_100  # of the embedded set; a folder of the user's is taken whole
+    databases: int = 900  # of the embedded set; a folder of the user's is taken whole
     tasks_per_database: int = 9
-    unseen_share: float = 0.05  # of the databases, held out whole
+    unseen_share: float = 0.07  # of the databases, held out whole
     eval_tasks: int = 512  # held-out tasks a split, at most a quarter of all tasks
     error_rate: float = 0.28  # teacher episodes with a failing query
 

@@ -37,7 +37,7 @@ class RlConfig:
 
     optim: OptimConfig
     objective: str = "dapo"
-    iterations: int = 12
+    iterations: int = 5
     questions: int = 16
     group: int = 8  # G of equation (7)
     updates: int = 2  # optimizer steps an iteration, each on its share of the groups

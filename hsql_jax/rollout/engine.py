@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,60 +168,70 @@ class Engine:
             raise
 
     def _round(self) -> list[_Job]:
-        """Feed one batch if it is worth it, decode one chunk; return the jobs that are finished."""
+        """Feed one batch if it is worth it, decode one chunk; return the jobs that are finished.
+
+        All calls only read the cache and are started before the first is waited for: the device
+        works on several at once, which small matrices need to fill its cores.
+        """
         rows = self.config.rows
-        if len(self._queued) >= rows or not self._active:
-            batch = self._queued[:rows]
-            self._feed(batch)
-            self._queued = [job for job in self._queued if job.ids]
-            self._active += [job for job in batch if not job.ids]
-        finished = self._take_finished()
-        self.peak_active = max(self.peak_active, len(self._active))
+        pending: list[Callable[[], None]] = []
         # Slots of like length together: each call reads only as much cache as its longest needs.
         self._active.sort(key=lambda job: job.slot.length)
         for start in range(0, len(self._active), rows):
-            self._chunk(self._active[start : start + rows])
-        return finished + self._take_finished()
+            pending.append(self._chunk(self._active[start : start + rows]))
+        fed: list[_Job] = []
+        if len(self._queued) >= rows or not self._active:
+            fed = self._queued[:rows]
+            pending.append(self._feed(fed))
+        for finish in pending:
+            finish()
+        self._queued = [job for job in self._queued if job.ids]
+        self._active += [job for job in fed if not job.ids]
+        self.peak_active = max(self.peak_active, len(self._active))
+        return self._take_finished()
 
     def _take_finished(self) -> list[_Job]:
         over = [job for job in self._active if job.limit <= 0 or job.out.ids[-1] == self.stop_id]
         self._active = [job for job in self._active if job not in over]
         return over
 
-    def _feed(self, jobs: list[_Job]) -> None:
+    def _feed(self, jobs: list[_Job]) -> Callable[[], None]:
+        """Start feeding the next part of each job's ids; the result waits and stores it."""
         rows, width = self.config.rows, self.config.width
         tokens = np.zeros((rows, width), np.int32)
         count = np.ones(rows, np.int32)
         for row, job in enumerate(jobs):
             part, job.ids = job.ids[:width], job.ids[width:]
             tokens[row, : len(part)], count[row] = part, len(part)
-        used = _fit(max(job.slot.length for job in jobs), self.config.lengths)
-        slots = self._rows([job.slot for job in jobs])
-        buffer, token, logprob = self._extend(
+        slots = self._rows(jobs)
+        buffer, *sampled = self._extend(
             self._params,
             cache=self._cache,
             rows=slots,
             tokens_RW=tokens,
             count_R=count,
             temperature=self._temperature,
-            used=used,
+            used=self._used(jobs),
         )
-        self._cache = self._write(self._cache, buffer, slots)
-        token, logprob = np.asarray(token), np.asarray(logprob)
-        for row, job in enumerate(jobs):
-            job.slot.length += int(count[row])
-            job.slot.pending = None
-            if not job.ids:  # the last part: what was sampled is the first token of the answer
-                self._take(job, token[row : row + 1], logprob[row : row + 1])
 
-    def _chunk(self, jobs: list[_Job]) -> None:
-        rows = self.config.rows
-        token = np.zeros(rows, np.int32)
-        limit = np.zeros(rows, np.int32)
+        def finish() -> None:
+            token, logprob = (np.asarray(leaf) for leaf in sampled)
+            self._cache = self._write(self._cache, buffer, slots)
+            for row, job in enumerate(jobs):
+                job.slot.length += int(count[row])
+                job.slot.pending = None
+                if not job.ids:  # the last part: what was sampled is the answer's first token
+                    self._take(job, token[row : row + 1], logprob[row : row + 1])
+
+        return finish
+
+    def _chunk(self, jobs: list[_Job]) -> Callable[[], None]:
+        """Start decoding a chunk for each job; the result waits and stores it."""
+        token = np.zeros(self.config.rows, np.int32)
+        limit = np.zeros(self.config.rows, np.int32)
         for row, job in enumerate(jobs):
             token[row], limit[row] = job.out.ids[-1], job.limit
-        used = _fit(max(job.slot.length for job in jobs), self.config.lengths)
-        slots = self._rows([job.slot for job in jobs])
+        slots = self._rows(jobs)
         buffer, sampled = self._decode(
             self._params,
             cache=self._cache,
@@ -230,18 +240,25 @@ class Engine:
             limit_R=limit,
             temperature=self._temperature,
             steps=self.config.chunk,
-            used=used,
+            used=self._used(jobs),
         )
-        self._cache = self._write(self._cache, buffer, slots)
-        tokens, logprobs, counts = (np.asarray(leaf) for leaf in sampled)
-        for row, job in enumerate(jobs):
-            count = int(counts[row])
-            job.slot.length += count  # the pending token and all but the last sampled one
-            self._take(job, tokens[row, :count], logprobs[row, :count])
 
-    def _rows(self, slots: list[Slot]) -> Rows:
+        def finish() -> None:
+            tokens, logprobs, counts = (np.asarray(leaf) for leaf in sampled)
+            self._cache = self._write(self._cache, buffer, slots)
+            for row, job in enumerate(jobs):
+                count = int(counts[row])
+                job.slot.length += count  # the pending token and all but the last sampled one
+                self._take(job, tokens[row, :count], logprobs[row, :count])
+
+        return finish
+
+    def _used(self, jobs: list[_Job]) -> int:
+        return _fit(max(job.slot.length for job in jobs), self.config.lengths)
+
+    def _rows(self, jobs: list[_Job]) -> Rows:
         spare = Slot(self.config.slots)
-        padded = slots + [spare] * (self.config.rows - len(slots))
+        padded = [job.slot for job in jobs] + [spare] * (self.config.rows - len(jobs))
         return Rows(
             np.array([slot.index for slot in padded], np.int32),
             np.array([slot.length for slot in padded], np.int32),
