@@ -15,7 +15,6 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from hsql_jax import __version__
@@ -32,7 +31,8 @@ class Verb:
     summary: str
     module: str
     config: str  # where the defaults come from, FILE.py:FUNCTION
-    config_with: Mapping[str, str] = MappingProxyType({})  # other defaults where an option is given
+    config_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Other defaults where an option is given: option -> FILE.py:FUNCTION."""
 
 
 VERBS: Mapping[str, Verb] = {
