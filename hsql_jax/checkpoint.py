@@ -22,7 +22,10 @@ class Checkpoints:
     """The checkpoints of one stage in one folder, the newest `keep` of them. A context manager."""
 
     def __init__(self, directory: Path, keep: int = 2) -> None:
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+        # Not in the background: the next step donates the very arrays that would be read.
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, create=True, enable_async_checkpointing=False
+        )
         self.directory = directory.resolve()
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 
@@ -38,7 +41,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, state: TrainState, extra: dict[str, Any]) -> None:
-        """Save in the background under `state.step`; `extra` is JSON (data position, counters)."""
+        """Save under `state.step`; `extra` is JSON (data position, counters)."""
         step = int(state.step)
         if step in self._manager.all_steps():
             return

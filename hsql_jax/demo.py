@@ -41,6 +41,7 @@ from hsql_jax.errors import UserError
 from hsql_jax.evaluate import changes, decoding_name, evaluate, split_summary
 from hsql_jax.metrics import RunLog, final_table, read_metrics
 from hsql_jax.model import ModelConfig, init_params
+from hsql_jax.objectives import resolve
 from hsql_jax.optim import make_optimizer
 from hsql_jax.rl import NothingToLearn, run_rl
 from hsql_jax.rollout.player import Player
@@ -70,6 +71,9 @@ class Run:
 def main(config: DemoConfig) -> None:
     """Run or resume the demo; prints the final table and leaves `summary.json`, `report.html`."""
     # Before the folder is claimed, so that bad input leaves nothing behind.
+    resolve(config.rl.objective)
+    for stage in (config.warmup, config.sft, config.rl):
+        make_optimizer(stage.optim, 1)
     given = None if config.databases is None else open_folder(config.databases)
     claim_run_folder(config.run_dir, config, config.resume)
     run = Run(config, config.run_dir, RunLog(config.run_dir), make_mesh(MeshConfig()))
@@ -368,6 +372,8 @@ def finish(
     page = render_report(summary | {"wall_seconds": seconds}, read_metrics(run.folder), episodes)
     write_whole(run.path("report.html"), page)
     run.log.print(final_table(summary))
+    if summary["rl_stopped"]:
+        run.log.print(f"The rows of RL are the SFT policy's: {summary['rl_stopped']}")
     for row in summary["changes"]:
         run.log.print(
             f"{row['before']} -> {row['after']}, {row['split']}, {row['decoding']}: "

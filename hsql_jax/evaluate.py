@@ -24,6 +24,12 @@ class EvalConfig:
     sharpened: tuple[float, ...] = (0.5,)  # of the SFT policy besides: what sharpening alone gives
     resamples: int = 4_000  # of the bootstrap intervals
 
+    def __post_init__(self) -> None:
+        if 0.0 not in self.temperatures:
+            raise ValueError(f"temperatures {self.temperatures} lack 0, the greedy evaluation")
+        if self.base_tasks < 1:
+            raise ValueError(f"base_tasks = {self.base_tasks}: evaluate at least one task")
+
 
 ByDecoding = Mapping[str, Sequence[Trajectory]]  # "greedy", "t1", ... -> one trajectory a task
 

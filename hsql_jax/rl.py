@@ -43,12 +43,21 @@ class RlConfig:
     updates: int = 2  # optimizer steps an iteration, each on its share of the groups
     temperature: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(f"rl.temperature = {self.temperature}: sampling needs more than 0")
+        if not 1 <= self.updates <= self.questions:
+            raise ValueError(
+                f"rl.updates = {self.updates}: each update needs a group, so give 1 to "
+                f"{self.questions} (rl.questions)"
+            )
+
 
 Group = list[Played]  # G episodes of one question
 
 
 class NothingToLearn(UserError):
-    """A guard stopped RL: going on would burn hours (spec section 6)."""
+    """A guard stopped RL: going on would burn hours."""
 
 
 class Rollouts:
@@ -99,12 +108,14 @@ class Rollouts:
 
     def _effective_groups(self, state: TrainState) -> list[Group]:
         """Groups that train, of as many rollouts as it takes: DAPO's dynamic sampling, bounded."""
+        begin = time.monotonic()
+        sampled: list[Group] = []
         for _ in range(MOST_ROLLOUTS):
-            begin = time.monotonic()
             groups = self._sample(state.params, int(state.step))
             self._guard(groups)
-            kept = [group for group in groups if self._objective.keep(correctness(group))]
-            self.metrics = group_metrics(groups, kept) | {"rollout_s": time.monotonic() - begin}
+            sampled += groups
+            kept = [group for group in sampled if self._objective.keep(correctness(group))]
+            self.metrics = group_metrics(sampled, kept) | {"rollout_s": time.monotonic() - begin}
             if len(kept) >= self._config.updates:  # at least one for each update
                 return kept
         raise NothingToLearn(
@@ -145,7 +156,7 @@ class Rollouts:
         if self.succeeded and self.zero_iterations >= LATER_ZERO_ITERATIONS:
             raise NothingToLearn(
                 f"rl: no reward in {self.zero_iterations} iterations in a row, the policy "
-                "collapsed; lower the learning rate"
+                "collapsed; start again with a lower learning rate"
             )
 
     def _batches(self, kept: list[Group]) -> list[Batch]:
@@ -234,7 +245,8 @@ def run_rl(
                 step = int(state.step)
                 log.write("rl", step, metrics | source.metrics)
                 if step % config.updates == 0:
-                    stage.advance(1, reward=source.metrics["reward"], kl=metrics["kl"])
+                    shown = {"kl": metrics["kl"]} if "kl" in metrics else {}
+                    stage.advance(1, reward=source.metrics["reward"], **shown)
                     if step == steps or step % (4 * config.updates) == 0:
                         checkpoints.save(state, {"rollouts": source.state()})
 

@@ -177,7 +177,7 @@ def train(
         if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
             raise UserError(
                 f"step {int(state.step)}: loss {metrics['loss']}, gradient norm "
-                f"{metrics['grad_norm']}; lower the learning rate and resume"
+                f"{metrics['grad_norm']}; start again with a lower learning rate"
             )
         on_step(state, metrics)
     return state

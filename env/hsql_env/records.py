@@ -51,7 +51,7 @@ class PublicTask(Record):
     question: str
     split: Split = "train"
     kind: str = ""  # template family, such as "join_count"
-    difficulty: float = 0.0  # D_str, spec equation (15)
+    difficulty: float = 0.0  # D_str, equation (15)
     version: int = RECORD_VERSION
 
 
@@ -100,7 +100,7 @@ class Verdict(Record):
 
     result_ok: bool
     protocol_ok: bool
-    strict_ok: bool  # no violation of any kind, spec section 7
+    strict_ok: bool  # no violation of any kind
     reward: float
     submitted: bool
     violations: dict[str, int] = Field(default_factory=dict)  # named violation -> count

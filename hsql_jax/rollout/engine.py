@@ -33,6 +33,10 @@ class EngineConfig:
     chunk: int = 8  # decode steps between two looks at the queue
     lengths: tuple[int, ...] = (128, 256, 448)  # how much of the cache a call reads
 
+    def __post_init__(self) -> None:
+        if list(self.lengths) != sorted(set(self.lengths)) or not self.lengths:
+            raise ValueError(f"engine lengths {self.lengths} must rise")
+
     @property
     def session_tokens(self) -> int:
         """Tokens of a whole session, prompt and observations included."""

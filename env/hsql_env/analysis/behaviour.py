@@ -1,4 +1,4 @@
-"""How a policy acts: the behaviour metrics of spec section 7, each with its denominator named.
+"""How a policy acts: the behaviour metrics of the paper (Table 8), each with its denominator named.
 
 A metric counts one thing in one trajectory, as (numerator, denominator); a corpus adds them up.
 Episodes that the harness failed (`verdict.infrastructure`) are no samples and are left out.

@@ -45,10 +45,7 @@ CURVES = {
     "accuracy": "Accuracy",
     "tokens_per_s": "Tokens per second",
 }
-FOOTNOTE = (
-    "95 % intervals: Wilson score for accuracies, bootstrap paired by task for changes. "
-    "Episodes in which the harness itself failed are left out."
-)
+FOOTNOTE = "95 % intervals: Wilson score for accuracies, bootstrap paired by task for changes."
 
 
 def render_report(

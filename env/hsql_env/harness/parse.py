@@ -10,6 +10,7 @@ _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
 _THINK_OPEN = "<think>"
 _THINK_CLOSE = "</think>"
+_MAX_DEPTH = 4  # no tool takes more than a list in an object
 _DECODER = json.JSONDecoder(strict=False)  # line breaks inside a SQL string are fine
 
 
@@ -87,6 +88,8 @@ def _read_call(value: object) -> ParsedCall:
         arguments = _decode_arguments(arguments)
     if not isinstance(arguments, dict):
         return ParsedCall(name=name, error="arguments must be a JSON object")
+    if _depth(arguments) > _MAX_DEPTH:
+        return ParsedCall(name=name, error=f"arguments are nested over {_MAX_DEPTH} levels deep")
     if not _is_unicode(name) or not _is_unicode(json.dumps(arguments, ensure_ascii=False)):
         return ParsedCall(error="the tool call holds characters that are not valid text")
     return ParsedCall(name, arguments)
@@ -97,6 +100,16 @@ def _decode_arguments(text: str) -> object:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _depth(value: object, limit: int = 8) -> int:
+    """Return how deep lists and objects are nested, counting no further than `limit`."""
+    inner = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    )
+    if inner is None or limit == 0:
+        return 0
+    return 1 + max((_depth(part, limit - 1) for part in inner), default=0)
 
 
 def _is_unicode(text: str) -> bool:

@@ -171,8 +171,8 @@ def _failure(error: Exception, handle: _Handle | None) -> Failure:
         return Failure("memory", "out of memory: the query needs more than its memory limit")
     if isinstance(error, apsw.TooBigError):
         return Failure("too_large", "string or blob too big")
-    if isinstance(error, FileNotFoundError):
-        return Failure("infrastructure", "the database file does not exist")
+    if isinstance(error, OSError):  # its text would show the path
+        return Failure("infrastructure", f"the database file: {error.strerror or 'unreadable'}")
     if isinstance(error, apsw.CantOpenError | apsw.NotADBError | apsw.CorruptError | apsw.IOError):
         return Failure("infrastructure", f"the database cannot be read: {_text(error)}")
     return Failure("sql_error", _text(error))

@@ -52,7 +52,13 @@ def make_app(store: EpisodeStore, threads: int, on_ready: Callable[[], None]) ->
     async def in_thread(call: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(executor, call, *arguments)
 
-    app = FastAPI(title="hsql-env", lifespan=lifespan, responses=_PROBLEMS)
+    app = FastAPI(
+        title="hsql-env",
+        lifespan=lifespan,
+        responses=_PROBLEMS,
+        docs_url=None,  # the pages load scripts from elsewhere; /openapi.json is enough
+        redoc_url=None,
+    )
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
 

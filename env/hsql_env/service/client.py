@@ -46,7 +46,7 @@ class AsyncEnvironment:
     service or its sandbox failed, or did not answer in `timeout_s` seconds.
     """
 
-    def __init__(self, url: str, timeout_s: float = 300.0, connections: int = 256) -> None:
+    def __init__(self, url: str, timeout_s: float = 1200.0, connections: int = 256) -> None:
         self._url = url.rstrip("/")
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._connections = connections
@@ -117,7 +117,7 @@ class AsyncEnvironment:
 class Environment:
     """The same client for callers without an event loop."""
 
-    def __init__(self, url: str, timeout_s: float = 300.0) -> None:
+    def __init__(self, url: str, timeout_s: float = 1200.0) -> None:
         self._runner = asyncio.Runner()
         self._async = AsyncEnvironment(url, timeout_s)
 
@@ -155,9 +155,9 @@ class Environment:
 
 
 def _read(kind: type[M], status: int, content: bytes) -> M:
-    if status == HTTPStatus.OK:
-        return kind.model_validate_json(content)
     try:
+        if status == HTTPStatus.OK:
+            return kind.model_validate_json(content)
         problem = Problem.model_validate_json(content)
     except ValidationError:
         raise InfrastructureError(f"the service answered {status}") from None

@@ -1,4 +1,4 @@
-"""Structural difficulty of a SQL text, spec equation (15), counted on its parse tree."""
+"""Structural difficulty of a SQL text, equation (15) of the paper, counted on its parse tree."""
 
 from __future__ import annotations
 
