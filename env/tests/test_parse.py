@@ -80,3 +80,11 @@ def test_unclosed_call_is_an_error() -> None:
 @pytest.mark.parametrize("text", ["", "no call", f"<think>{wrap(EXEC)}", "</tool_call>"])
 def test_no_call(text: str) -> None:
     assert parse_turn(text).calls == ()
+
+
+@pytest.mark.parametrize("depth", [5, 300, 900])
+def test_deeply_nested_arguments_are_an_invalid_call_and_are_not_kept(depth: int) -> None:
+    body = '{"name": "sql_exec", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}"
+    (call,) = parse_turn(wrap(body)).calls
+    assert (call.name, call.arguments) == ("sql_exec", {})
+    assert call.error == "arguments are nested over 4 levels deep"
