@@ -19,7 +19,7 @@ def demo() -> DemoConfig:
     )
     return DemoConfig(
         model=ModelConfig(
-            vocab_size=1400,
+            vocab_size=1600,
             d_model=128,
             layers=3,
             heads=4,

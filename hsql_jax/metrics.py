@@ -167,6 +167,7 @@ class _Lines:
     ) -> None:
         self._console, self._name, self._total, self._unit = console, name, total, unit
         self._first, self._done, self._note = done, done, ""
+        self._shown = -1  # what the last line said
         self._clock, self._every_s = clock, every_s
         self._begin = self._last = clock()
 
@@ -177,9 +178,11 @@ class _Lines:
             self._show()
 
     def close(self) -> None:
-        self._show()
+        if self._shown != self._done:
+            self._show()
 
     def _show(self) -> None:
+        self._shown = self._done
         seconds = self._clock() - self._begin
         speed = (self._done - self._first) / seconds if seconds > 0 else 0.0
         count = f"{self._done}" if self._total is None else f"{self._done}/{self._total}"

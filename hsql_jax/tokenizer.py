@@ -119,7 +119,7 @@ def _frequent_pieces(
 
 
 def _splitter(wholes: Iterable[str]) -> pre_tokenizers.PreTokenizer:
-    """Split into whole strings, words, single digits and runs of other characters, in this order.
+    """Split into whole strings, words, digits in pairs and runs of other characters, in this order.
 
     A whole string that begins or ends inside a word does not match there.
     """
@@ -127,7 +127,7 @@ def _splitter(wholes: Iterable[str]) -> pre_tokenizers.PreTokenizer:
     branches = [_alternation([text for text in ordered if not _is_wordlike(text[0])])]
     if starting := [text for text in ordered if _is_wordlike(text[0])]:
         branches.append(r"(?<!\w)" + _alternation(starting))
-    branches += [r"[\p{L}\p{M}]+", r"\p{N}", r"[^\s\p{L}\p{M}\p{N}]+", r"\s+"]
+    branches += [r"[\p{L}\p{M}]+", r"\p{N}{1,2}", r"[^\s\p{L}\p{M}\p{N}]+", r"\s+"]
     return pre_tokenizers.Split(Regex("|".join(branches)), "isolated")
 
 

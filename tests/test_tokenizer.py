@@ -74,8 +74,14 @@ def test_longest_fragment_wins_over_markup(tiny: PreTrainedTokenizerFast) -> Non
     assert pieces(tiny, call("sql_list_tables")) == [call("sql_list_tables")]
 
 
-def test_numbers_are_single_digits_and_rare_words_characters(tiny: PreTrainedTokenizerFast) -> None:
-    assert pieces(tiny, "1234") == ["1", "2", "3", "4"]
+def test_frequent_pairs_of_digits_are_one_token(tmp_path: Path) -> None:
+    folder = train_tokenizer(["12 | 34 | 7", "2034-12"] * 3, [], tmp_path, 400, 2)
+    tokenizer = load_tokenizer(folder)
+    assert pieces(tokenizer, "12345") == ["12", "34", "5"]
+    assert pieces(tokenizer, "9812") == ["9", "8", "12"]
+
+
+def test_rare_words_are_characters(tiny: PreTrainedTokenizerFast) -> None:
     assert pieces(tiny, "zyx") == ["z", "y", "x"]
     assert pieces(tiny, "é") == ["<0xC3>", "<0xA9>"]
 
