@@ -19,7 +19,7 @@ from hsql_jax.rollout.player import Player
 class EvalConfig:
     """How each stage's policy is evaluated, on seen and on unseen databases."""
 
-    base_tasks: int = 48  # the base fails nearly everything: fewer tasks tell as much
+    base_tasks: int = 32  # the base fails nearly everything: fewer tasks tell as much
     temperatures: tuple[float, ...] = (0.0, 1.0)  # of every stage; 0 is greedy
     sharpened: tuple[float, ...] = (0.5,)  # of the SFT policy besides: what sharpening alone gives
     resamples: int = 4_000  # of the bootstrap intervals
