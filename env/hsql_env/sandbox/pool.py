@@ -162,7 +162,7 @@ class SandboxPool:
         try:
             key = (path, file_identity(path))
         except OSError:
-            return Failure("infrastructure", "the database file does not exist")
+            return Failure("infrastructure", "the database file: No such file or directory")
         with self._lock:
             known = self._tables.get(key)
         if known is not None:
