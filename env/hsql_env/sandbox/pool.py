@@ -74,10 +74,12 @@ class _Worker:
             raise _WorkerDied from error
 
     def kill(self) -> None:
-        """End the process at once and reap it."""
+        """End the process at once and reap it.
+
+        The pipe is left to its last user: another thread may be waiting on it this moment.
+        """
         self._process.kill()
         self._process.join(_START_SECONDS)
-        self._pipe.close()
 
     def _wait_ready(self) -> None:
         if not self._ready:
@@ -266,7 +268,9 @@ class SandboxPool:
 
     def _end(self, worker: _Worker) -> None:
         with self._lock:
-            self._all.discard(worker)
+            if worker not in self._all:  # another thread ends it
+                return
+            self._all.remove(worker)
         worker.kill()
 
     def _remember(self, key: tuple[str, FileIdentity], tables: tuple[Table, ...]) -> None:
