@@ -75,7 +75,6 @@ def test_without_a_terminal_a_line_appears_now_and_then_and_at_the_end(tmp_path:
     assert lines() == [
         "sft: 20/40 steps, 2/s, 10 s, 10 s left  loss 0.125",
         "sft: 40/40 steps, 2/s, 20 s  loss 0.125",
-        "sft: 40/40 steps, 2/s, 20 s  loss 0.125",
     ]
     assert log.stage_seconds == {"sft": 20.0}
 
@@ -122,7 +121,10 @@ def test_the_final_table_shows_each_stage_split_and_decoding() -> None:
                 "unseen": {
                     "greedy": cell,
                     "t0.5": cell | {"accuracy": 0.25},
-                    "behaviour": {"invalid_calls": 0.0123, "immediate_recovery": None},
+                    "behaviour": {
+                        "invalid_calls": {"value": 0.0123},
+                        "immediate_recovery": {"value": None},
+                    },
                 }
             },
         }
