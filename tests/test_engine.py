@@ -277,7 +277,7 @@ def test_a_failure_of_the_engine_reaches_every_caller(
     async def play() -> list[Any]:
         slots = [await bench.engine.acquire(seed) for seed in range(4)]
         calls = [
-            asyncio.create_task(bench.engine.generate(s, [7, 8], 1 + s.seed)) for s in slots[:3]
+            asyncio.create_task(bench.engine.generate(s, [7, 8], 2 + s.seed)) for s in slots[:3]
         ]
         results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 5)
         late = bench.engine.generate(slots[3], [7], 2)
