@@ -174,8 +174,8 @@ class Engine:
     def _round(self) -> list[_Job]:
         """Feed one batch if it is worth it, decode one chunk; return the jobs that are finished.
 
-        All calls only read the cache and are started before the first is waited for: the device
-        works on several at once, which small matrices need to fill its cores.
+        Every call only reads the cache, so all are started before the first is waited for; each
+        call's new keys and values are written when its result is in.
         """
         rows = self.config.rows
         pending: list[Callable[[], None]] = []

@@ -13,7 +13,7 @@ import apsw
 
 from hsql_env.sandbox.types import Failure, FailureKind, GuardProfile
 
-# SQLite's white space and comments; an unterminated block comment runs to the end.
+# SQLite's white space and comments; a block comment without an end runs to the end.
 _COMMENT = r"--[^\n]*|/\*(?:.*?\*/|.*\Z)"
 _BLANK = re.compile(rf"(?:[ \t\n\f\r\ufeff;]|{_COMMENT})*", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z_]+")
