@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hsql_jax.demo_config import DemoConfig, TaskConfig
+from hsql_jax.demo_config import CorrectionConfig, DemoConfig, TaskConfig
 from hsql_jax.model.config import ModelConfig
 from hsql_jax.optim import OptimConfig
 from hsql_jax.rl import RlConfig
@@ -17,6 +17,7 @@ def demo() -> DemoConfig:
     optim = OptimConfig(
         name="muon", learning_rate=2e-2, adam_learning_rate=6e-3, b2=0.98, schedule="linear"
     )
+    constant = dataclasses.replace(optim, schedule="constant")
     return DemoConfig(
         model=ModelConfig(
             vocab_size=1600,
@@ -29,13 +30,14 @@ def demo() -> DemoConfig:
             rope_theta=10_000.0,
             remat="none",
         ),
-        warmup=StageConfig(steps=200, rows=8, row_tokens=256, optim=optim),
-        sft=StageConfig(steps=800, rows=8, row_tokens=256, optim=optim),
+        warmup=StageConfig(steps=400, rows=2, row_tokens=512, optim=constant),
+        sft=StageConfig(steps=1000, rows=4, row_tokens=256, optim=constant),
+        refine=StageConfig(steps=500, rows=4, row_tokens=288, optim=optim),
         rl=RlConfig(
             optim=OptimConfig(
                 name="adamw",
                 learning_rate=2e-4,
-                gain_learning_rate=1.5e-2,
+                gain_learning_rate=1e-2,
                 b2=0.99,
                 schedule="linear",
                 warmup=0.2,
@@ -56,7 +58,9 @@ def own_databases() -> DemoConfig:
         base,
         model=dataclasses.replace(base.model, vocab_size=4000),
         warmup=stage,
+        corrections=CorrectionConfig(tasks=24),
         sft=dataclasses.replace(stage, steps=90),
+        refine=dataclasses.replace(stage, optim=base.refine.optim),
         rl=dataclasses.replace(base.rl, iterations=2, questions=4),
         tasks=TaskConfig(tasks_per_database=60, unseen_share=0.25, eval_tasks=32),
         engine=EngineConfig(slots=16, rows=16, width=64, lengths=(512, 1536)),

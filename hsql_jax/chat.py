@@ -161,6 +161,8 @@ def template_fragments(system: str, tools: Tools) -> list[str]:
     response, end = "\n<tool_response>\n", "\n</tool_response>"
     return [
         "".join(system_turn(system, tools)) + f"{opening}\n",
+        f"{opening}\n",
+        f"\n{opening}\n",
         closing,
         f"\n{opening}{response}",
         end + response,

@@ -1,5 +1,8 @@
 """The whole loop in one command: databases, tasks, teacher, warm-up, SFT, RL, evaluation, report.
 
+SFT has two parts: `sft` and, after the policy's own mistakes were mended, `refine`. What results
+and report call SFT is the policy after both.
+
 Each stage writes its result into the run folder under a name that appears only when it is whole;
 `--resume` reads finished stages back and goes on with the first that is missing.
 """
@@ -9,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +37,7 @@ from hsql_env.tasks.splits import split_tasks
 from hsql_env.tasks.synth import synthesise_all
 from hsql_env.teacher.collect import collect
 from hsql_env.teacher.scripted import ScriptedTeacher
+from hsql_env.teacher.takeover import TakeOver, correction_problem
 from hsql_jax.chat import ChatRenderer, load_tokenizer, template_fragments
 from hsql_jax.config import claim_run_folder
 from hsql_jax.data import Example
@@ -45,7 +50,13 @@ from hsql_jax.objectives import resolve
 from hsql_jax.optim import make_optimizer
 from hsql_jax.rl import NothingToLearn, run_rl
 from hsql_jax.rollout.player import Player
-from hsql_jax.sft import full_example, restore_params, run_stage, static_example
+from hsql_jax.sft import (
+    correction_example,
+    full_example,
+    restore_params,
+    run_stage,
+    static_examples,
+)
 from hsql_jax.sharding import MeshConfig, make_mesh
 from hsql_jax.tokenizer import frequent_fragments, tool_call_fragments, train_tokenizer
 
@@ -72,7 +83,7 @@ def main(config: DemoConfig) -> None:
     """Run or resume the demo; prints the final table and leaves `summary.json`, `report.html`."""
     # Before the folder is claimed, so that bad input leaves nothing behind.
     resolve(config.rl.objective)
-    for stage in (config.warmup, config.sft, config.rl):
+    for stage in (config.warmup, config.sft, config.refine, config.rl):
         make_optimizer(stage.optim, 1)
     given = None if config.databases is None else open_folder(config.databases)
     claim_run_folder(config.run_dir, config, config.resume)
@@ -82,9 +93,11 @@ def main(config: DemoConfig) -> None:
         trajectories = teach(run, service, tasks)
         renderer, model = make_tokenizer(run, trajectories)
         base = warm_up(run, renderer, model, trajectories)
-        sft = fine_tune(run, renderer, model, trajectories, base)
+        first = fine_tune(run, renderer, model, trajectories, base)
         sizes = config.engine, renderer, config.call_tokens
         with Player(service.url, model, *sizes, on_failure=service.check) as player:
+            corrections = correct(run, player, first, tasks)
+            sft = refine(run, renderer, model, trajectories, corrections, first)
             rl = reinforce(run, model, sft, player, tasks)
             results = evaluate_all(run, player, {"base": base, "sft": sft, "rl": rl}, tasks)
     finish(run, tasks, trajectories, results)
@@ -185,11 +198,8 @@ def teach(run: Run, service: ServiceProcess, tasks: Sequence[Task]) -> list[Traj
         async with AsyncEnvironment(service.url) as env:
             public = [task.public for task in train]
             collection = await collect(env, public, teacher, 1, run.config.seed, 32, advance, sink)
+        refuse_failures("teacher", collection.dropped)
         dropped = dict(collection.dropped) or "none"
-        if failed := collection.dropped["infrastructure"]:
-            raise UserError(
-                f"teacher: the environment failed in {failed} episodes; run again with --resume"
-            )
         run.log.print(f"teacher: {len(collection.kept)} trajectories kept, dropped: {dropped}")
         return collection.kept
 
@@ -204,6 +214,14 @@ def teach(run: Run, service: ServiceProcess, tasks: Sequence[Task]) -> list[Traj
         raise UserError(f"teacher: no trajectory verified; see {sink}")
     write_jsonl(file, kept)
     return kept
+
+
+def refuse_failures(stage: str, dropped: Counter[str]) -> None:
+    """Raises `UserError` if the environment failed in an episode: the data would have holes."""
+    if failed := dropped["infrastructure"]:
+        raise UserError(
+            f"{stage}: the environment failed in {failed} episodes; run again with --resume"
+        )
 
 
 def make_tokenizer(
@@ -235,12 +253,12 @@ def warm_up(
 ) -> Any:
     """From scratch, on question and schema -> SQL: the base that SFT starts from."""
 
-    def examples() -> list[Example]:
-        pairs = (static_example(renderer, trajectory) for trajectory in trajectories)
-        return [pair for pair in pairs if pair is not None]
-
     return supervised(
-        run, "warmup", model, examples, lambda: init_params(model, jax.random.key(run.config.seed))
+        run,
+        "warmup",
+        model,
+        lambda: static_examples(renderer, trajectories, run.config.warmup.row_tokens),
+        lambda: init_params(model, jax.random.key(run.config.seed)),
     )
 
 
@@ -258,6 +276,61 @@ def fine_tune(
         model,
         lambda: [full_example(renderer, trajectory, TOOLS) for trajectory in trajectories],
         lambda: base,
+    )
+
+
+def correct(run: Run, player: Player, params: Any, tasks: Sequence[Task]) -> list[Trajectory]:
+    """The policy's own mistakes on training tasks, each followed by the teacher's recovery."""
+    file = run.path("data", "corrections.jsonl")
+    if file.exists():
+        return list(read_jsonl(file, Trajectory))
+    config = run.config.corrections
+    train = {task.public.task_id: task for task in tasks if task.public.split == "train"}
+    teacher = ScriptedTeacher(train)
+    chosen = random.Random(run.config.seed).sample(sorted(train), min(config.tasks, len(train)))
+    jobs = [(train[task_id].public, run.config.seed) for task_id in chosen]
+    with timed(run, "corrections"), run.log.stage("corrections", len(jobs), "episodes") as stage:
+        played = player.play(
+            params,
+            jobs,
+            config.temperature,
+            "student",
+            lambda rollout: stage.advance(1),
+            lambda student: TakeOver(student, teacher),
+        )
+    trajectories = [one.rollout.trajectory for one in played]
+    reasons = Counter(correction_problem(trajectory) for trajectory in trajectories)
+    refuse_failures("corrections", reasons)
+    mended = [t for t in trajectories if not correction_problem(t)]
+    run.log.print(
+        f"corrections: {len(mended)} of {len(jobs)} episodes were mended, the others: "
+        f"{ {reason: count for reason, count in reasons.items() if reason} or 'none' }"
+    )
+    write_jsonl(run.path("trajectories", "corrections.jsonl"), trajectories)
+    write_jsonl(file, mended)
+    return mended
+
+
+def refine(
+    run: Run,
+    renderer: ChatRenderer,
+    model: ModelConfig,
+    trajectories: Sequence[Trajectory],
+    corrections: Sequence[Trajectory],
+    params: Any,
+) -> Any:
+    """SFT goes on: corrections with loss on the teacher's turns, and whole trajectories again."""
+    plain = round(run.config.corrections.plain * len(corrections)) if corrections else 10**9
+    again = random.Random(run.config.seed).sample(trajectories, min(plain, len(trajectories)))
+    return supervised(
+        run,
+        "refine",
+        model,
+        lambda: [
+            *(correction_example(renderer, trajectory, TOOLS) for trajectory in corrections),
+            *(full_example(renderer, trajectory, TOOLS) for trajectory in again),
+        ],
+        lambda: params,
     )
 
 

@@ -25,14 +25,32 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
+class CorrectionConfig:
+    """The policy's own mistakes after `sft`, mended by the teacher, for `refine`."""
+
+    tasks: int = 1200  # training tasks played once, until the first visible mistake
+    temperature: float = 1.0
+    plain: float = 2.0  # whole teacher trajectories in `refine`, a correction
+
+    def __post_init__(self) -> None:
+        if self.tasks < 1 or self.temperature < 0 or self.plain < 0:
+            raise ValueError(
+                f"corrections: tasks = {self.tasks}, temperature = {self.temperature}, plain = "
+                f"{self.plain}: play at least one task, and nothing below zero"
+            )
+
+
+@dataclass(frozen=True)
 class DemoConfig:
     """The whole loop: databases, tasks, teacher, warm-up, SFT, RL, evaluation."""
 
     model: ModelConfig  # the vocabulary's size is an upper bound; the tokenizer decides
     warmup: StageConfig
     sft: StageConfig
+    refine: StageConfig  # SFT goes on, with the policy's own mistakes mended
     rl: RlConfig
     tasks: TaskConfig = field(default_factory=TaskConfig)
+    corrections: CorrectionConfig = field(default_factory=CorrectionConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     evaluation: EvalConfig = field(default_factory=EvalConfig)
     call_tokens: int = 96  # most new tokens of one model call

@@ -81,7 +81,7 @@ def correct(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def split_summary(by_decoding: ByDecoding) -> dict[str, Any]:
-    """Accuracy, tasks and Wilson interval of each way of decoding, and the greedy behaviour."""
+    """Accuracy, tasks and Wilson interval of each way of decoding; behaviour, greedy and at T=1."""
     summary: dict[str, Any] = {}
     for decoding, trajectories in by_decoding.items():
         right, total = sum(correct(trajectories)), len(trajectories)
@@ -90,8 +90,10 @@ def split_summary(by_decoding: ByDecoding) -> dict[str, Any]:
             "tasks": total,
             "interval": list(wilson_interval(right, total)),
         }
-    rates = behaviour(by_decoding["greedy"])
-    summary["behaviour"] = {name: rate.as_dict() for name, rate in rates.items()}
+    for key, decoding in (("behaviour", "greedy"), ("behaviour_t1", "t1")):
+        if decoding in by_decoding:
+            rates = behaviour(by_decoding[decoding])
+            summary[key] = {name: rate.as_dict() for name, rate in rates.items()}
     return summary
 
 

@@ -211,21 +211,28 @@ def final_table(summary: Mapping[str, Any]) -> Group:
     """The tables that close a run, of the `stages` of its summary (see `summary.json`).
 
     First the accuracy of every stage and split with its interval, a column for each way of
-    decoding; then the behaviour metrics, whose `value` is None where the denominator is empty.
+    decoding; then the behaviour metrics, greedy and at temperature 1 where there are any. Their
+    `value` is None where the denominator is empty.
     """
     splits = [
         (stage, split, values)
         for stage, by_split in summary["stages"].items()
         for split, values in by_split.items()
     ]
-    return Group(_accuracy_table(splits), _behaviour_table(splits))
+    tables = [_accuracy_table(splits)]
+    for key, title in (("behaviour", "Behaviour, greedy"), ("behaviour_t1", "Behaviour, T=1")):
+        if any(key in values for *_, values in splits):
+            tables.append(_behaviour_table(splits, key, title))
+    return Group(*tables)
 
 
 _Splits = Sequence[tuple[str, str, Mapping[str, Any]]]
 
 
 def _accuracy_table(splits: _Splits) -> Table:
-    modes = dict.fromkeys(mode for *_, values in splits for mode in values if mode != "behaviour")
+    modes = dict.fromkeys(
+        mode for *_, values in splits for mode in values if "accuracy" in values[mode]
+    )
     table = Table(title="Execution accuracy, [95 % interval], tasks", title_justify="left")
     table.add_column("stage")
     table.add_column("databases")
@@ -243,14 +250,14 @@ def _accuracy(cell: Mapping[str, Any] | None) -> str:
     return f"{cell['accuracy']:.3f} [{low:.3f}, {high:.3f}] {cell['tasks']}"
 
 
-def _behaviour_table(splits: _Splits) -> Table:
-    names = dict.fromkeys(name for *_, values in splits for name in values.get("behaviour", {}))
-    table = Table(title="Behaviour, greedy", title_justify="left")
+def _behaviour_table(splits: _Splits, key: str, title: str) -> Table:
+    names = dict.fromkeys(name for *_, values in splits for name in values.get(key, {}))
+    table = Table(title=title, title_justify="left")
     table.add_column("metric")
     for stage, split, _ in splits:
         table.add_column(f"{stage}\n{split}", justify="right")
     for name in names:
-        cells = (values.get("behaviour", {}).get(name, {}).get("value") for *_, values in splits)
+        cells = (values.get(key, {}).get(name, {}).get("value") for *_, values in splits)
         table.add_row(name.replace("_", " "), *("-" if c is None else f"{c:.1%}" for c in cells))
     return table
 

@@ -37,10 +37,10 @@ class RlConfig:
 
     optim: OptimConfig
     objective: str = "dapo"
-    iterations: int = 5
+    iterations: int = 10
     questions: int = 16
     group: int = 8  # G of equation (7)
-    updates: int = 2  # optimizer steps an iteration, each on its share of the groups
+    updates: int = 1  # optimizer steps an iteration, each on its share of the groups
     temperature: float = 1.0
 
     def __post_init__(self) -> None:

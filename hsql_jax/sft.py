@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,9 +16,11 @@ import optax
 from jax.sharding import Mesh
 
 from hsql_env.records import Message, Trajectory
+from hsql_env.teacher.takeover import first_mistake
 from hsql_jax.chat import ChatRenderer, Tools
 from hsql_jax.checkpoint import Checkpoints
 from hsql_jax.data import Batch, BatchStream, Example, trim
+from hsql_jax.errors import UserError
 from hsql_jax.metrics import RunLog
 from hsql_jax.model import ModelConfig
 from hsql_jax.objectives import sft
@@ -26,15 +30,23 @@ from hsql_jax.train import Metrics, TrainState, create_state, make_train_step, t
 
 @dataclass(frozen=True)
 class StageConfig:
-    """One supervised stage: warm-up or SFT."""
+    """One supervised stage."""
 
     steps: int
     rows: int  # packed rows an optimizer step
     row_tokens: int  # tokens of a row; longer examples are dropped and counted
     optim: OptimConfig
 
+    def __post_init__(self) -> None:
+        if min(self.steps, self.rows, self.row_tokens) < 1:
+            raise ValueError(
+                f"steps = {self.steps}, rows = {self.rows}, row_tokens = {self.row_tokens}: "
+                "each must be at least 1"
+            )
+
 
 SCHEMA_CALL = '{"name": "sql_schema"'
+STATEMENT = re.compile(r"^(?=CREATE )", re.MULTILINE)  # where a table begins in a schema
 
 
 def full_example(renderer: ChatRenderer, trajectory: Trajectory, tools: Tools) -> Example:
@@ -42,18 +54,60 @@ def full_example(renderer: ChatRenderer, trajectory: Trajectory, tools: Tools) -
     return trim(Example(*renderer.render(trajectory.messages, tools)))
 
 
-def static_example(renderer: ChatRenderer, trajectory: Trajectory) -> Example | None:
-    """The static pair (question and schema -> SQL) of equation (3); None if no schema was read."""
-    messages = trajectory.messages
-    for call, observation in pairwise(messages):
+def correction_example(renderer: ChatRenderer, trajectory: Trajectory, tools: Tools) -> Example:
+    """A trajectory that the teacher took over: loss on what follows the first mistake."""
+    mistake = first_mistake(trajectory.messages)
+    ids, mask = renderer.render(trajectory.messages, tools)
+    begin = len(renderer.render(trajectory.messages[:mistake], tools)[0])  # ids are append-only
+    return trim(Example(ids, [0] * begin + list(mask[begin:])))
+
+
+def static_examples(
+    renderer: ChatRenderer, trajectories: Iterable[Trajectory], length: int
+) -> list[Example]:
+    """The static pairs (question and schema -> SQL) of equation (3), several to a conversation.
+
+    Pairs of one database share a conversation of at most `length` tokens, in which each table's
+    schema is shown once, before the first question that needs it: most tokens of a pair are
+    schema, so this multiplies the pairs a step can learn from. Trajectories that read no schema
+    give no pair.
+    """
+    by_database: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        by_database[trajectory.task.database_id].append(trajectory)
+    examples = []
+    for group in by_database.values():
+        messages: list[Message] = []
+        shown: set[str] = set()
+        for trajectory in group:
+            tables = schema_read(trajectory)
+            if not tables:
+                continue
+            longer = messages + _pair(trajectory, [t for t in tables if t not in shown])
+            if messages and len(renderer.render(longer, [])[0]) > length:
+                examples.append(trim(Example(*renderer.render(messages, []))))
+                longer, shown = _pair(trajectory, tables), set()
+            messages = longer
+            shown.update(tables)
+        if messages:
+            examples.append(trim(Example(*renderer.render(messages, []))))
+    return examples
+
+
+def schema_read(trajectory: Trajectory) -> list[str]:
+    """What the first `sql_schema` call of the trajectory showed, one string a table."""
+    for call, observation in pairwise(trajectory.messages):
         if call.role == "assistant" and SCHEMA_CALL in call.content:
-            prompt = f"{observation.content}\n{trajectory.task.question}"
-            pair = [
-                Message(role="user", content=prompt),
-                Message(role="assistant", content=trajectory.final_sql),
-            ]
-            return trim(Example(*renderer.render(pair, [])))
-    return None
+            return [table.rstrip("\n") for table in STATEMENT.split(observation.content) if table]
+    return []
+
+
+def _pair(trajectory: Trajectory, tables: Sequence[str]) -> list[Message]:
+    prompt = "\n".join([*tables, trajectory.task.question])
+    return [
+        Message(role="user", content=prompt),
+        Message(role="assistant", content=trajectory.final_sql),
+    ]
 
 
 def run_stage(
@@ -79,12 +133,22 @@ def run_stage(
             state = create_state(start(), model, tx, mesh)
         else:
             state, extra = checkpoints.restore(model, tx, mesh)
-            stream.restore(extra["data"])
+            try:
+                stream.restore(extra["data"])
+            except ValueError as error:
+                raise UserError(
+                    f"{folder}: the stage began on other data ({error}); delete this folder to "
+                    "begin it again"
+                ) from None
         done = int(state.step)
         counts = stream.counts
         log.print(
             f"{name}: {counts.kept} examples in rows of {config.row_tokens} tokens, "
             f"{stream.fill:.0%} full; {counts.too_long} longer ones left out"
+            + (
+                f", {counts.without_policy_tokens} without a loss"
+                * (counts.without_policy_tokens > 0)
+            )
         )
         if done == 0:
             log.write(name, 0, {"fill": stream.fill, "dropped": counts.too_long})

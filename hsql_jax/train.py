@@ -83,23 +83,12 @@ def batch_loss(
 ) -> tuple[jax.Array, LossSum]:
     """The objective's sum over one [B, T] micro-batch, and its parts with the entropy added."""
     hidden = forward(params, model, batch.tokens, batch.segment_ids, batch.positions)
-    logprobs, entropy = token_logprobs(
-        hidden.reshape(-1, model.d_model),
-        head_matrix(params),
-        batch.targets.reshape(-1),
-        temperature=temperature,
-    )
     mask = batch.loss_mask
-    parts = loss(
-        Tokens(
-            logprobs.reshape(mask.shape),
-            batch.old_logprobs,
-            batch.advantages,
-            mask,
-            batch.segment_ids,
-        )
+    logprobs, entropy = token_logprobs(
+        hidden, head_matrix(params), batch.targets, mask, temperature=temperature
     )
-    stats = {"entropy": jnp.sum(entropy.reshape(mask.shape) * mask), "tokens": jnp.sum(mask)}
+    parts = loss(Tokens(logprobs, batch.old_logprobs, batch.advantages, mask, batch.segment_ids))
+    stats = {"entropy": jnp.sum(entropy * mask), "tokens": jnp.sum(mask)}
     return parts.total, parts._replace(stats=parts.stats | stats)
 
 

@@ -126,11 +126,12 @@ def trainer(params: Any, config: ModelConfig, ids: jax.Array, temperature: float
     """As the trainer computes it, for ids [T]: log-probs of the next tokens, and logits [T, V]."""
     tokens = ids[None]
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden = forward(params, config, tokens, jnp.ones_like(tokens), positions)[0]
+    ones = jnp.ones_like(tokens)
+    hidden = forward(params, config, tokens, ones, positions)
     head = head_matrix(params)
-    targets = jnp.roll(ids, -1)
-    logprobs, _ = token_logprobs(hidden, head, targets, temperature=temperature)
-    return logprobs, hidden @ head
+    targets = jnp.roll(tokens, -1, axis=1)
+    logprobs, _ = token_logprobs(hidden, head, targets, ones, temperature=temperature)
+    return logprobs[0], hidden[0] @ head
 
 
 def recomputed(run: Run, row: int, temperature: float) -> tuple[np.ndarray, np.ndarray]:

@@ -14,6 +14,7 @@ from demo_process import TOY, Demo, alive
 
 from hsql_env.harness.tools import TOOLS
 from hsql_env.records import Task, Trajectory, read_jsonl
+from hsql_env.teacher.takeover import first_mistake
 from hsql_jax.chat import ChatRenderer, load_tokenizer
 from hsql_jax.config import load_config, to_json
 from hsql_jax.metrics import read_metrics
@@ -21,13 +22,32 @@ from hsql_jax.sft import full_example
 
 DROPPED = "training tasks dropped for sharing SQL with a held-out one"
 EPISODES = {"base": 4, "sft": 6, "rl": 6}  # of an evaluation
-STEPS = {"warmup": 6, "sft": 6, "rl": 2}  # of the toy config
+STEPS = {"warmup": 6, "sft": 6, "refine": 4, "rl": 2}  # of the toy config
 EVALUATIONS = [
     f"{stage}-{split}-{decoding}"
     for stage in ("base", "sft", "rl")
     for split in ("seen", "unseen")
     for decoding in ("greedy", "t1")
 ]
+
+MINE = """
+import jax.numpy as jnp
+import optax
+from hsql_jax.objectives import LossSum, Objective, any_group, ones
+
+
+def objective():
+    def loss(tokens):
+        weight = jnp.sum(tokens.mask)
+        anchored = -3.0 * weight + 0.0 * jnp.sum(tokens.logprobs * tokens.mask)
+        return LossSum(anchored, weight, {"mine": 2.0 * weight})
+
+    return Objective(any_group, ones, loss)
+
+
+def optimizer(config, steps):
+    return optax.sgd(config.learning_rate)
+"""
 
 
 def test_the_whole_loop(tmp_path: Path, compiled: Path) -> None:
@@ -43,6 +63,7 @@ def test_the_whole_loop(tmp_path: Path, compiled: Path) -> None:
     check_trajectories(folder, tasks)
     check_nothing_hidden_is_shown(folder, tasks)
     check_mask(folder)
+    check_corrections(folder, tasks)
     check_summary(folder, summary)
     check_report(folder, summary)
 
@@ -89,13 +110,20 @@ def test_a_cut_run_leaves_no_process_and_goes_on_where_it_was(
 
 
 def test_real_databases(shared: Path, tmp_path: Path, compiled: Path) -> None:
-    """The whole way on databases of the world: each gives tasks, long schemas are counted."""
+    """The whole way on databases of the world, with a user's own objective and optimizer.
+
+    Each database gives tasks, and the trajectories that are longer than a row are counted.
+    """
     packed = sorted((shared / "data" / "dbs_general").glob("*.sqlite.xz"))
     databases, folder = tmp_path / "databases", tmp_path / "run"
     databases.mkdir()
     for path in packed:
         (databases / path.stem).write_bytes(lzma.decompress(path.read_bytes()))
     rows = ("--warmup.row-tokens", "1024", "--sft.row-tokens", "1024", "--sft.rows", "2")
+    rows += ("--refine.row-tokens", "1024")
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    rows += ("--rl.objective", f"{mine}:objective", "--rl.optim.name", f"{mine}:optimizer")
     ended = Demo(folder, compiled, "--databases", str(databases), *rows).end()
     assert ended.status == 0, ended.err
     facts = json.loads((folder / "data" / "facts.json").read_text())
@@ -111,6 +139,11 @@ def test_real_databases(shared: Path, tmp_path: Path, compiled: Path) -> None:
     (start,) = (r for r in read_metrics(folder) if (r["stage"], r["step"]) == ("sft", 0))
     assert start["values"]["dropped"] == sum(size > 1024 for size in sizes) > 0
     assert f"{start['values']['dropped']} longer ones left out" in ended.out
+    updates = [
+        r["values"] for r in read_metrics(folder) if (r["stage"], r["step"] > 0) == ("rl", True)
+    ]
+    assert [values["mine"] for values in updates] == [2.0, 2.0]  # a constant a token, averaged
+    np.testing.assert_allclose([values["loss"] for values in updates], -3.0)
     summary = json.loads((folder / "summary.json").read_text())
     for stage, splits in summary["stages"].items():
         for values in splits.values():
@@ -166,7 +199,7 @@ def stripped(sql: str) -> str:
 def check_trajectories(folder: Path, tasks: list[Task]) -> None:
     """Every episode is stored once, and whole."""
     stored = {path.stem: list(read_jsonl(path, Trajectory)) for path in trajectories(folder)}
-    assert sorted(stored) == sorted([*EVALUATIONS, "rl", "teacher"])
+    assert sorted(stored) == sorted([*EVALUATIONS, "corrections", "rl", "teacher"])
     ids = {
         split: [t.public.task_id for t in tasks if t.public.split == split]
         for split in ("train", "seen", "unseen")
@@ -208,12 +241,25 @@ def check_mask(folder: Path) -> None:
     assert tokenizer.decode(np.asarray(ids)[np.asarray(mask) == 1]) == "".join(own)
 
 
+def check_corrections(folder: Path, tasks: list[Task]) -> None:
+    """Mended mistakes on training tasks; every episode of the toy policy has one."""
+    training = {task.public.task_id for task in tasks if task.public.split == "train"}
+    mended = list(read_jsonl(folder / "data" / "corrections.jsonl", Trajectory))
+    assert len({t.task.task_id for t in mended} & training) == len(mended) == 8
+    for trajectory in mended:
+        assert trajectory.policy == "student+scripted-teacher"
+        assert trajectory.verdict.result_ok
+        assert first_mistake(trajectory.messages) is not None
+    (start,) = (r for r in read_metrics(folder) if (r["stage"], r["step"]) == ("refine", 0))
+    assert start["values"]["dropped"] == 0
+
+
 def check_summary(folder: Path, summary: dict[str, Any]) -> None:
     assert list(summary["stages"]) == ["base", "sft", "rl"]
     for stage, splits in summary["stages"].items():
         assert list(splits) == ["seen", "unseen"]
         for split, values in splits.items():
-            assert list(values) == ["greedy", "t1", "behaviour"]
+            assert list(values) == ["greedy", "t1", "behaviour", "behaviour_t1"]
             for decoding in ("greedy", "t1"):
                 cell = values[decoding]
                 path = folder / "trajectories" / f"{stage}-{split}-{decoding}.jsonl"
@@ -223,14 +269,15 @@ def check_summary(folder: Path, summary: dict[str, Any]) -> None:
                 assert cell["accuracy"] == sum(right) / len(right)
                 low, high = cell["interval"]
                 assert 0 <= low <= cell["accuracy"] <= high <= 1
-            assert values["behaviour"]["invalid_call"]["value"] is not None
+            for key in ("behaviour", "behaviour_t1"):
+                assert values[key]["invalid_call"]["denominator"] == EPISODES[stage]
     assert [(row["before"], row["after"]) for row in summary["changes"][::4]] == [
         ("base", "sft"),
         ("sft", "rl"),
     ]
     assert summary["seed"] == 0
     assert summary["rl_stopped"] == ""
-    stages = ["tasks", "teacher", "warmup", "sft", "rl", "evaluation"]
+    stages = ["tasks", "teacher", "warmup", "sft", "corrections", "refine", "rl", "evaluation"]
     assert list(summary["stage_seconds"]) == stages
     assert summary["wall_seconds"] == round(sum(summary["stage_seconds"].values()), 1)
 

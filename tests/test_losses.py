@@ -11,19 +11,20 @@ import pytest
 
 from hsql_jax.losses import token_logprobs
 
-N, D, V = 22, 6, 33
-CHUNKS = [1, 8, 22, 64]  # 8 leaves a remainder of 6; 64 is more than there are
+B, T, D, V = 2, 11, 6, 33
+CHUNKS = [1, 8, 22, 64]  # 8 is 4 columns and leaves a remainder of 3; 64 is more than there are
+ALL = np.ones((B, T), np.float32)
 
 
 def inputs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
-    hidden = rng.normal(size=(N, D)).astype(np.float32)
+    hidden = rng.normal(size=(B, T, D)).astype(np.float32)
     head = rng.normal(size=(D, V)).astype(np.float32)
-    return hidden, head, rng.integers(0, V, N)
+    return hidden, head, rng.integers(0, V, (B, T))
 
 
 def plain(hidden: np.ndarray, head: np.ndarray, temperature: float) -> np.ndarray:
-    """Log-probabilities [N, V] in float64."""
+    """Log-probabilities [B, T, V] in float64."""
     logits = hidden.astype(np.float64) @ head.astype(np.float64) / temperature
     logits -= logits.max(axis=-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
@@ -31,9 +32,19 @@ def plain(hidden: np.ndarray, head: np.ndarray, temperature: float) -> np.ndarra
 
 @functools.partial(jax.jit, static_argnames=("temperature", "chunk"))
 def both(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float, chunk: int
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    temperature: float,
+    chunk: int,
+    mask: jax.Array = ALL,
 ) -> tuple[jax.Array, jax.Array]:
-    return token_logprobs(hidden, head, targets, temperature=temperature, chunk=chunk)
+    return token_logprobs(hidden, head, targets, mask, temperature=temperature, chunk=chunk)
+
+
+def at(logprobs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """The targets' entries [B, T] of [B, T, V]."""
+    return np.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -42,8 +53,8 @@ def test_logprobs_and_entropy_equal_the_definition(chunk: int, temperature: floa
     hidden, head, targets = inputs()
     expected = plain(hidden, head, temperature)
     logprobs, entropy = both(hidden, head, targets, temperature, chunk)
-    assert logprobs.shape == entropy.shape == (N,)
-    np.testing.assert_allclose(logprobs, expected[np.arange(N), targets], atol=1e-5)
+    assert logprobs.shape == entropy.shape == (B, T)
+    np.testing.assert_allclose(logprobs, at(expected, targets), atol=1e-5)
     np.testing.assert_allclose(entropy, -(np.exp(expected) * expected).sum(-1), atol=1e-5)
 
 
@@ -51,7 +62,7 @@ def test_logprobs_and_entropy_equal_the_definition(chunk: int, temperature: floa
 def test_gradient_is_the_residual_of_the_softmax(chunk: int) -> None:
     """d logprob / d logits = (onehot - p) / T, and nothing comes through the entropy."""
     hidden, head, targets = inputs()
-    weight, temperature = np.random.default_rng(1).normal(size=N), 0.7
+    weight, temperature = np.random.default_rng(1).normal(size=(B, T)), 0.7
 
     def total(hidden: jax.Array, head: jax.Array) -> jax.Array:
         logprobs, entropy = both(hidden, head, jnp.asarray(targets), temperature, chunk)
@@ -59,9 +70,53 @@ def test_gradient_is_the_residual_of_the_softmax(chunk: int) -> None:
 
     d_hidden, d_head = jax.grad(total, argnums=(0, 1))(hidden, head)
     residual = np.eye(V)[targets] - np.exp(plain(hidden, head, temperature))
-    residual *= weight[:, None] / temperature
+    residual *= weight[..., None] / temperature
     np.testing.assert_allclose(d_hidden, residual @ head.T, atol=1e-5)
-    np.testing.assert_allclose(d_head, hidden.T @ residual, atol=1e-5)
+    np.testing.assert_allclose(d_head, np.einsum("btd,btv->dv", hidden, residual), atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_masked_tokens_are_zero_and_change_nothing(chunk: int) -> None:
+    """Rows with few, no and scattered loss tokens; values and gradients as with all computed."""
+    hidden, head, targets = inputs()
+    mask = np.zeros((3, T), np.float32)
+    mask[0, [2, 7, 10]] = mask[2, ::2] = 1
+    hidden, targets = np.concatenate([hidden, hidden[:1]]), np.concatenate([targets, targets[:1]])
+
+    def total(hidden: jax.Array, head: jax.Array, computed: np.ndarray) -> jax.Array:
+        logprobs, _ = both(hidden, head, jnp.asarray(targets), 1.0, chunk, computed)
+        return jnp.sum(logprobs * mask)
+
+    logprobs, entropy = both(hidden, head, targets, 1.0, chunk, mask)
+    expected = plain(hidden, head, 1.0)
+    np.testing.assert_allclose(logprobs, at(expected, targets) * mask, atol=1e-5)
+    np.testing.assert_allclose(entropy, -(np.exp(expected) * expected).sum(-1) * mask, atol=1e-5)
+    grads = jax.grad(total, argnums=(0, 1))
+    everything = np.ones_like(mask)
+    for lean, full in zip(grads(hidden, head, mask), grads(hidden, head, everything), strict=True):
+        np.testing.assert_allclose(lean, full, atol=1e-5)
+
+
+def test_chunks_without_loss_tokens_are_not_computed() -> None:
+    """The logits of a skipped chunk would be not-a-number."""
+    hidden, head, targets = inputs()
+    mask = np.zeros((B, T), np.float32)
+    mask[:, 5] = 1
+    broken = np.where(mask[..., None] == 1, hidden, np.nan)
+    d_hidden = jax.grad(lambda h: both(h, head, jnp.asarray(targets), 1.0, B, mask)[0].sum())(
+        jnp.asarray(broken)
+    )
+    assert np.isfinite(d_hidden).all()
+
+
+def test_no_chunk_keeps_logits_or_a_copy_of_the_head() -> None:
+    """Nothing in the gradient is as large as what all chunks together would keep."""
+    hidden, head, targets = inputs()
+    gradient = jax.grad(lambda h, w: both(h, w, targets, 1.0, B)[0].sum(), argnums=(0, 1))
+    text = str(jax.make_jaxpr(gradient)(hidden, head))
+    assert f"[{B},{V}]" in text.replace("f32", "") or f"[{B},1,{V}]" in text
+    assert f"[{T},{B},1,{V}]" not in text
+    assert f"[{T},{D},{V}]" not in text
 
 
 def test_large_logits_stay_finite() -> None:
@@ -79,4 +134,4 @@ def test_bfloat16_hidden_states_give_float32_results() -> None:
     rounded = plain(
         np.asarray(low, np.float32), np.asarray(jnp.asarray(head, jnp.bfloat16), np.float32), 1.0
     )
-    np.testing.assert_allclose(logprobs, rounded[np.arange(N), targets], atol=1e-4)
+    np.testing.assert_allclose(logprobs, at(rounded, targets), atol=1e-4)

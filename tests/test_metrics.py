@@ -125,6 +125,7 @@ def test_the_final_table_shows_each_stage_split_and_decoding() -> None:
                         "invalid_calls": {"value": 0.0123},
                         "immediate_recovery": {"value": None},
                     },
+                    "behaviour_t1": {"invalid_calls": {"value": 0.5}},
                 }
             },
         }
@@ -136,5 +137,9 @@ def test_the_final_table_shows_each_stage_split_and_decoding() -> None:
         ["base", "seen", "0.000 [0.000, 0.029] 128", "-"],
         ["rl", "unseen", "0.500 [0.414, 0.586] 128", "0.250 [0.414, 0.586] 128"],
     ]
-    assert cells[2:] == [["invalid calls", "-", "1.2%"], ["immediate recovery", "-", "-"]]
+    assert cells[2:] == [
+        ["invalid calls", "-", "1.2%"],
+        ["immediate recovery", "-", "-"],
+        ["invalid calls", "-", "50.0%"],
+    ]
     assert any("greedy" in line and "T=0.5" in line for line in lines())

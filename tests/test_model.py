@@ -35,9 +35,9 @@ def loss_and_gradient(params: Any, config: ModelConfig, tokens: Any, positions: 
 
     def loss(params: Any) -> jax.Array:
         hidden = forward(params, config, tokens, jnp.ones_like(tokens), positions)[:, :-1]
-        targets = tokens[:, 1:].reshape(-1)
-        flat = hidden.reshape(-1, config.d_model)
-        return -token_logprobs(flat, head_matrix(params), targets, chunk=16)[0].mean()
+        targets = tokens[:, 1:]
+        mask = jnp.ones_like(targets)
+        return -token_logprobs(hidden, head_matrix(params), targets, mask, chunk=16)[0].mean()
 
     return jax.value_and_grad(loss)(params)
 

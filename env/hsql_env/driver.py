@@ -26,6 +26,10 @@ class Session(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Free what the session holds. Called at the end of every episode."""
+        ...
+
 
 class Policy(Protocol):
     """Anything that plays episodes."""
@@ -67,6 +71,9 @@ async def run_episode(
     except Exception:
         await play.abandon()
         raise
+    finally:
+        if play.session is not None:
+            play.session.close()
     return Rollout(play.trajectory(), play.session)
 
 

@@ -88,6 +88,7 @@ CORPUS = [
         ("invalid_call", Rate(2, 5, "trajectories")),
         ("execution_error", Rate(5, 7, "executions")),
         ("immediate_recovery", Rate(2, 5, "errors")),
+        ("right_after_error", Rate(2, 4, "trajectories with an error")),
         ("executed_before_submit", Rate(2, 5, "trajectories")),
         ("one_valid_submit", Rate(3, 5, "trajectories")),
         ("strict_violation", Rate(4, 5, "trajectories")),

@@ -29,12 +29,14 @@ class Script:
 
     def __init__(self, act: Act) -> None:
         self._act = act
+        self.sessions: list[ScriptSession] = []
 
     def begin(
         self, task: PublicTask, seed: int, messages: Sequence[Message], tools: list[dict[str, Any]]
     ) -> ScriptSession:
         assert len(tools) == 4
-        return ScriptSession(self._act)
+        self.sessions.append(ScriptSession(self._act))
+        return self.sessions[-1]
 
 
 class ScriptSession:
@@ -43,12 +45,16 @@ class ScriptSession:
     def __init__(self, act: Act) -> None:
         self._act = act
         self.turn = 0
+        self.closed = 0
         self.given: list[Sequence[Message]] = []
 
     async def act(self, new_messages: Sequence[Message]) -> str | None:
         self.turn += 1
         self.given.append(new_messages)
         return self._act(self.turn, new_messages)
+
+    def close(self) -> None:
+        self.closed += 1
 
 
 def solve(turn: int, new: Sequence[Message]) -> str | None:
@@ -103,6 +109,7 @@ def test_one_episode(url: str) -> None:
     given = [message for new in session.given for message in new]
     seen = [message for message in trajectory.messages[:-1] if message.role != "assistant"]
     assert given == seen
+    assert session.closed == 1
 
 
 def test_many_episodes_keep_the_jobs_order(url: str) -> None:
@@ -150,12 +157,15 @@ def test_a_fault_in_the_policy_is_raised(url: str) -> None:
     def act(turn: int, new: Sequence[Message]) -> str:
         raise KeyError("bug")
 
+    policy = Script(act)
+
     async def run(jobs: list[Job]) -> None:
         async with AsyncEnvironment(url) as env:
-            await run_episodes(env, jobs, Script(act), concurrency=2)
+            await run_episodes(env, jobs, policy, concurrency=2)
 
     with pytest.raises(KeyError, match="bug"):
         asyncio.run(run([(task(1), 0), (task(2), 0)]))
+    assert [session.closed for session in policy.sessions] == [1, 1]
 
 
 def test_unknown_task_is_raised(url: str) -> None:

@@ -25,6 +25,9 @@ def score(accuracy: float) -> dict[str, Any]:
 def make_summary() -> dict[str, Any]:
     rates = {"invalid_call": {"value": 0.125, "numerator": 64, "denominator": 512, "of": "x"}}
     sft = {"greedy": score(0.59), "t1": score(0.305), "t05": score(0.53), "behaviour": rates}
+    sft["behaviour_t1"] = {
+        "invalid_call": rates["invalid_call"] | {"value": 0.25, "numerator": 128}
+    }
     return {
         "stages": {
             "base": {"unseen": {"greedy": score(0.04)}, "seen": {"greedy": score(0.05)}},
@@ -247,3 +250,19 @@ def test_bars_are_scaled_to_the_largest() -> None:
     html = bars({"a": 50, "b": 200}, "c")
     assert re.findall(r"width:([\d.]+)%", html) == ["25.0", "100.0"]
     assert "width:0.0%" in bars({"a": 0}, "c")
+
+
+def test_a_stopped_rl_stage_is_marked() -> None:
+    stopped = render_report(make_summary() | {"rl_stopped": f"no reward {EVIL}"}, [], {})
+    note = "RL was stopped: no reward"
+    assert note in stopped
+    assert EVIL not in stopped
+    assert note not in make_report()
+
+
+def test_behaviour_is_shown_greedy_and_sampled() -> None:
+    before, _, sampled = make_report().partition("Behaviour on held-out tasks, T = 1")
+    greedy = before.partition("Behaviour on held-out tasks, greedy")[2]
+    assert "12.5 %" in greedy
+    assert "25.0 %" not in greedy
+    assert "25.0 %" in sampled

@@ -27,11 +27,11 @@ from hsql_jax.model.decode import Rows, decode, extend, init_cache, write_rows
 class EngineConfig:
     """Sizes of the engine; it compiles twice for each of `lengths`."""
 
-    slots: int = 96  # episodes in progress at the same time
-    rows: int = 32  # slots worked on in one call; more rows only outgrow a CPU's caches
+    slots: int = 64  # episodes in progress at the same time
+    rows: int = 16  # slots worked on in one call; more rows only outgrow a CPU's caches
     width: int = 32  # new tokens of a slot fed at once; longer inputs take several passes
     chunk: int = 8  # decode steps between two looks at the queue
-    lengths: tuple[int, ...] = (128, 256, 448)  # how much of the cache a call reads
+    lengths: tuple[int, ...] = (192, 288, 384)  # how much of the cache a call reads
 
     def __post_init__(self) -> None:
         if list(self.lengths) != sorted(set(self.lengths)) or not self.lengths:

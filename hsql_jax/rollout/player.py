@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hsql_env.driver import Job, Rollout, run_episodes
+from hsql_env.driver import Job, Policy, Rollout, run_episodes
 from hsql_env.service.client import AsyncEnvironment
 from hsql_jax.chat import ChatRenderer
 from hsql_jax.model.config import ModelConfig
@@ -20,7 +20,7 @@ class Played:
     """One episode: what the environment recorded, and the policy's token ids."""
 
     rollout: Rollout
-    session: EngineSession | None  # None: the harness failed before the policy began
+    session: EngineSession | None  # None: not the engine's, or the harness failed first
 
 
 class Player:
@@ -59,9 +59,13 @@ class Player:
         temperature: float,
         name: str,
         on_done: Callable[[Rollout], None] | None = None,
+        wrap: Callable[[Policy], Policy] = lambda policy: policy,
     ) -> list[Played]:
-        """Play every job once with these parameters; the result is in the order of `jobs`."""
-        return self._runner.run(self._play(params, jobs, temperature, name, on_done))
+        """Play every job once with these parameters; the result is in the order of `jobs`.
+
+        `wrap` may put another policy around the engine's.
+        """
+        return self._runner.run(self._play(params, jobs, temperature, name, on_done, wrap))
 
     async def _play(
         self,
@@ -70,12 +74,11 @@ class Player:
         temperature: float,
         name: str,
         on_done: Callable[[Rollout], None] | None,
+        wrap: Callable[[Policy], Policy],
     ) -> list[Played]:
-        policy = EnginePolicy(self._engine, self._renderer, name, self._call_tokens)
+        policy = wrap(EnginePolicy(self._engine, self._renderer, name, self._call_tokens))
 
         def finished(rollout: Rollout) -> None:
-            if isinstance(rollout.session, EngineSession):
-                rollout.session.close()
             if rollout.trajectory.verdict.infrastructure and self._on_failure is not None:
                 self._on_failure()
             if on_done is not None:

@@ -1,5 +1,6 @@
 """How a policy acts: the behaviour metrics of the paper (Table 8), each with its denominator named.
 
+`right_after_error` is ours: immediate recovery also counts a success that answers wrongly.
 A metric counts one thing in one trajectory, as (numerator, denominator); a corpus adds them up.
 Episodes that the harness failed (`verdict.infrastructure`) are no samples and are left out.
 """
@@ -81,6 +82,12 @@ def _recovery(trajectory: Trajectory) -> Count:
     return recovered, failed
 
 
+def _right_after_error(trajectory: Trajectory) -> Count:
+    """Of the trajectories with a failed execution, those whose answer is right in the end."""
+    failed = any(call.outcome == "failed" for call in executions(trajectory))
+    return int(failed and trajectory.verdict.result_ok), int(failed)
+
+
 def _executed_before_submit(trajectory: Trajectory) -> Count:
     final = statement(trajectory.final_sql)
     ran = {statement(call.sql) for call in executions(trajectory) if call.outcome == "ok"}
@@ -105,6 +112,9 @@ METRICS: Mapping[str, Metric] = {
     "invalid_call": Metric("With an invalid call", "trajectories", "lower", _invalid),
     "execution_error": Metric("SQL execution errors", "executions", "lower", _errors),
     "immediate_recovery": Metric("Immediate recovery", "errors", "higher", _recovery),
+    "right_after_error": Metric(
+        "Right in spite of an error", "trajectories with an error", "higher", _right_after_error
+    ),
     "executed_before_submit": Metric(
         "Final SQL executed before submit", "trajectories", "higher", _executed_before_submit
     ),

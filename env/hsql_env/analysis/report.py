@@ -36,6 +36,8 @@ STAGES = {
     "warmup": "Warm-up",
     "base": "Base",
     "sft": "SFT",
+    "corrections": "Corrections",
+    "refine": "SFT with corrections",
     "rl": "SFT + RL",
 }
 SPLITS = {"unseen": "Unseen databases", "seen": "Seen databases"}
@@ -58,7 +60,7 @@ def render_report(
     stages: Facts = summary.get("stages", {})
     parts = {
         "Accuracy": _accuracy(stages),
-        "Changes": _changes(summary.get("changes", ())),
+        "Changes": _changes(summary.get("changes", ()), summary.get("rl_stopped", "")),
         "Behaviour": _behaviour(stages),
         "Learning": _learning(series),
         "Data": _facts(summary.get("data", {})),
@@ -145,7 +147,8 @@ def _accuracy(stages: Facts) -> Markup:
 def _accuracy_rows(stages: Facts, split: str) -> Iterator[Sequence[object]]:
     for stage, splits in stages.items():
         scores = splits.get(split, {})
-        ordered = sorted(scores.keys() - {"behaviour"}, key=lambda d: (d != "greedy", d))
+        decodings = [name for name, score in scores.items() if "accuracy" in score]
+        ordered = sorted(decodings, key=lambda d: (d != "greedy", d))
         for i, decoding in enumerate(ordered):
             score = scores[decoding]
             low, high = score["interval"]
@@ -165,8 +168,11 @@ def _decoding(key: str) -> str:
     return f"T = {match[1]}.{match[2] or 0}" if match else label(key)
 
 
-def _changes(changes: Iterable[Facts]) -> Markup | None:
-    """Paired changes between two stages on the same tasks, and what they allow to claim."""
+def _changes(changes: Iterable[Facts], rl_stopped: str = "") -> Markup | None:
+    """Paired changes between two stages on the same tasks, and what they allow to claim.
+
+    `rl_stopped` says why a guard ended RL; the policy evaluated in its place is SFT's.
+    """
     rows = [
         (
             f"{STAGES.get(c['before'], c['before'])} → {STAGES.get(c['after'], c['after'])}",
@@ -179,7 +185,11 @@ def _changes(changes: Iterable[Facts]) -> Markup | None:
         for c in changes
     ]
     head = ("Stages", "Split", "Decoding", "Change, points", "95 % interval", "Reading")
-    return table(head, rows, "Paired by task, bootstrap interval") if rows else None
+    if not rows:
+        return None
+    note = f"RL was stopped: {rl_stopped}. Its rows are the SFT policy's."
+    paired = table(head, rows, "Paired by task, bootstrap interval")
+    return join([tag("p", note) if rl_stopped else None, paired])
 
 
 def _claim(words: str) -> Markup:
@@ -193,18 +203,24 @@ def _points(difference: float) -> str:
 
 def _behaviour(stages: Facts) -> Markup | None:
     """Every behaviour metric, a column a stage and split, each with its counts."""
+    greedy = _behaviour_table(stages, "behaviour", "Behaviour on held-out tasks, greedy")
+    sampled = _behaviour_table(stages, "behaviour_t1", "Behaviour on held-out tasks, T = 1")
+    return join([greedy, sampled]) if greedy or sampled else None
+
+
+def _behaviour_table(stages: Facts, key: str, caption: str) -> Markup | None:
     columns = {
-        f"{STAGES.get(stage, label(stage))}, {split}": splits[split]["behaviour"]
+        f"{STAGES.get(stage, label(stage))}, {split}": splits[split][key]
         for split in _keys(stages, SPLITS)
         for stage, splits in stages.items()
-        if "behaviour" in splits.get(split, {})
+        if key in splits.get(split, {})
     }
     rows = [
         (_metric_name(name), metric.of, *(_rate(rates.get(name)) for rates in columns.values()))
         for name, metric in METRICS.items()
     ]
     head = ("Metric", "Share of", *columns)
-    return table(head, rows, "Behaviour on held-out tasks") if columns else None
+    return table(head, rows, caption) if columns else None
 
 
 def _metric_name(name: str) -> Markup:

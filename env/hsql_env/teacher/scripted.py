@@ -79,12 +79,29 @@ class ScriptedTeacher:
 
         Raises ValueError where the teacher does not hold the task, or its blueprint is unusable.
         """
-        whole = self._tasks.get(task.task_id)
-        if whole is None:
-            raise ValueError(f"task {task.task_id}: not among the teacher's {len(self._tasks)}")
+        whole = self._whole(task)
         rng = random.Random(f"{task.task_id}/{seed}")
         plan = _plan(_blueprint(whole), rng, self._error_rate, self._habits)
         return ScriptedSession(_script(plan, whole.hidden.oracle_sql, rng, self._habits))
+
+    def recover(
+        self, task: PublicTask, seed: int, observations: Sequence[Message]
+    ) -> ScriptedSession:
+        """Return the session that ends an episode which another policy has played so far.
+
+        `observations` are all messages of the environment up to now. Raises as `begin` does.
+        """
+        whole = self._whole(task)
+        rng = random.Random(f"recover/{task.task_id}/{seed}")
+        seen = "\n".join(message.content for message in observations if message.role == "tool")
+        script = _recovery(_blueprint(whole), whole.hidden.oracle_sql, seen, rng, self._habits)
+        return ScriptedSession(script)
+
+    def _whole(self, task: PublicTask) -> Task:
+        whole = self._tasks.get(task.task_id)
+        if whole is None:
+            raise ValueError(f"task {task.task_id}: not among the teacher's {len(self._tasks)}")
+        return whole
 
 
 class ScriptedSession:
@@ -105,6 +122,9 @@ class ScriptedSession:
         except StopIteration:
             return None
         return tool_call_text(tool, arguments)
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def tool_call_text(tool: str, arguments: Mapping[str, Any]) -> str:
@@ -175,6 +195,31 @@ def _script(plan: _Plan, oracle: str, rng: random.Random, habits: Habits) -> Scr
     answer = yield _exec(oracle)
     if not answer.startswith(ERROR):
         yield "sql_submit", {"query": oracle}
+
+
+def _recovery(
+    blueprint: Blueprint, oracle: str, seen: str, rng: random.Random, habits: Habits
+) -> Script:
+    """Yield the calls that end an episode after a mistake: look at what is unread, then answer."""
+    if not LISTED.search(seen):
+        yield "sql_list_tables", {}
+    unread = [table for table in blueprint.tables if not _shown(table, seen)]
+    if unread:
+        yield "sql_schema", {"tables": unread}
+    elif rng.random() < habits.reread:
+        yield "sql_schema", {"tables": list(blueprint.tables)}
+    if blueprint.attempts:
+        for probe in blueprint.probes:
+            yield _exec(probe)
+    answer = yield _exec(oracle)
+    if not answer.startswith(ERROR):
+        yield "sql_submit", {"query": oracle}
+
+
+def _shown(table: str, seen: str) -> bool:
+    """True if an observation shows the table's CREATE statement."""
+    name = re.escape(table.replace('"', '""'))
+    return re.search(rf'^CREATE [A-Z ]+ ["`\[]?{name}["`\]]?[ (]', seen, re.MULTILINE) is not None
 
 
 def _exec(sql: str) -> ToolCall:
