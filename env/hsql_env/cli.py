@@ -1,19 +1,28 @@
-"""The `hsql-env` command: `serve` and `exec`."""
+"""The `hsql-env` command: `serve`, `openenv`, `play`, `exec` and `inspect`."""
 
 from __future__ import annotations
 
-import json
+import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from hsql_env.commands import CommandError, execute, inspect, openenv, play
+from hsql_env.commands.execute import Exec
+from hsql_env.commands.inspect import Inspect
+from hsql_env.commands.openenv import OpenEnv
+from hsql_env.commands.play import Play
 from hsql_env.harness import EpisodeConfig
 from hsql_env.records import Database, RecordError, Task, read_jsonl
-from hsql_env.registry import DatabaseError, open_database
-from hsql_env.sandbox import Execution, GuardProfile, Limits, SandboxPool, Value
+from hsql_env.registry import DatabaseError
+from hsql_env.sandbox import GuardProfile, Limits
+from hsql_env.sandbox.pool import SandboxError
+
+if TYPE_CHECKING:
+    from hsql_env.service.config import ServiceConfig
 
 
 @dataclass(frozen=True)
@@ -25,8 +34,13 @@ class Serve:
     databases: Path
     """JSON Lines file of databases."""
     host: str = "127.0.0.1"
+    """Any address but a loopback one needs a token."""
     port: int = 8777
     """0 takes a free port."""
+    socket: Path | None = None
+    """A Unix socket to listen on beside the port; clients name it unix:PATH."""
+    token_file: Path | None = None
+    """File of the token that requests must carry; else HSQL_TOKEN of the environment holds it."""
     workers: int = 2
     """Sandbox processes, and so queries in flight."""
     max_turns: int = 24
@@ -36,38 +50,39 @@ class Serve:
     """Wall limit of a query of the policy."""
     verify_seconds: float = 30.0
     """Wall limit of the verifier's own execution."""
+    idle_seconds: float = 1800.0
+    """An episode expires when no request of it came for so long."""
+    max_episodes: int = 4096
+    """Live episodes; one more is answered busy."""
+    max_waiting: int = 1024
+    """Steps and verdicts that wait; one more is answered busy."""
+    max_body_bytes: int = 1_048_576
+    """Largest body of a request."""
+    request_seconds: float = 60.0
+    """A request's head must come in so long, and then its body."""
+    drain_seconds: float = 20.0
+    """What runs at SIGTERM may take so long to end."""
+    log_level: Literal["info", "warning", "off"] = "info"
+    """Least level of the JSON lines on standard error."""
     stop_with_stdin: bool = False
     """End when standard input closes."""
 
 
-@dataclass(frozen=True)
-class Exec:
-    """Run one statement through the sandbox; prints JSON, exit code 0 if it ran."""
-
-    sql: tyro.conf.Positional[str]
-    database: Path
-    guard: GuardProfile = "default"
-    seconds: float = 60.0
-    """Wall limit."""
-    rows: int = 50
-    """Most rows to print."""
-
-
 Command = (
-    Annotated[Serve, tyro.conf.subcommand("serve")] | Annotated[Exec, tyro.conf.subcommand("exec")]
+    Annotated[Serve, tyro.conf.subcommand("serve")]
+    | Annotated[OpenEnv, tyro.conf.subcommand("openenv")]
+    | Annotated[Play, tyro.conf.subcommand("play")]
+    | Annotated[Exec, tyro.conf.subcommand("exec")]
+    | Annotated[Inspect, tyro.conf.subcommand("inspect")]
 )
-
-
-class CommandError(RuntimeError):
-    """A command that cannot go on; the message is what the user reads."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with 1 and one line on standard error for bad input."""
     command = tyro.cli(Command, prog="hsql-env", args=arguments)  # type: ignore[call-overload]
     try:
-        code = _exec(command) if isinstance(command, Exec) else _serve(command)
-    except (CommandError, DatabaseError, RecordError, OSError) as error:
+        code = _run(command)
+    except (CommandError, DatabaseError, RecordError, SandboxError, OSError) as error:
         print(f"hsql-env: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
@@ -75,47 +90,58 @@ def main(arguments: list[str] | None = None) -> None:
     sys.exit(code)
 
 
-def _exec(command: Exec) -> int:
-    database = open_database(command.database)
-    limits = Limits(wall_s=command.seconds, rows=command.rows)
-    with SandboxPool(workers=1) as pool:
-        execution = pool.execute(database.path, command.sql, limits, command.guard)
-    print(json.dumps(execution_json(execution), ensure_ascii=False))
-    return 0 if execution.ok else 1
-
-
-def execution_json(execution: Execution) -> dict[str, object]:
-    """Return an execution as plain JSON values; a blob becomes an object with its hexadecimal."""
-    return {
-        "ok": execution.ok,
-        "columns": list(execution.columns),
-        "rows": [[_json_value(cell) for cell in row] for row in execution.rows],
-        "total_rows": execution.total_rows,
-        "error": asdict(execution.failure) if execution.failure else None,
-        "elapsed_ms": round(execution.elapsed_s * 1000, 3),
-    }
-
-
-def _json_value(cell: Value) -> object:
-    return {"hex": cell.hex()} if isinstance(cell, bytes) else cell
+def _run(command: Serve | OpenEnv | Play | Exec | Inspect) -> int:
+    match command:
+        case Serve():
+            return _serve(command)
+        case OpenEnv():
+            return openenv.run(command)
+        case Play():
+            return play.run(command)
+        case Exec():
+            return execute.run(command)
+        case Inspect():
+            return inspect.run(command)
 
 
 def _serve(command: Serve) -> int:
     # Here, because the web framework takes longer to import than `exec` takes to run.
-    from hsql_env.service.app import ServeError, serve
+    from hsql_env.service.config import ServeError
+    from hsql_env.service.server import serve
 
-    config = EpisodeConfig(
-        max_turns=command.max_turns,
-        observation_chars=command.observation_chars,
-        guard=command.guard,
-        tool_limits=Limits(wall_s=command.tool_seconds),
-        verify_limits=Limits(wall_s=command.verify_seconds, rows=100_000),
-    )
-    databases = {record.database_id: record for record in read_jsonl(command.databases, Database)}
-    tasks = read_jsonl(command.tasks, Task)
-    address = command.host, command.port
     try:
-        serve(tasks, databases, *address, command.workers, config, command.stop_with_stdin)
+        config = _service_config(command)
+        databases = {
+            record.database_id: record for record in read_jsonl(command.databases, Database)
+        }
+        serve(read_jsonl(command.tasks, Task), databases, config)
     except ServeError as error:
         raise CommandError(str(error)) from error
     return 0
+
+
+def _service_config(command: Serve) -> ServiceConfig:
+    from hsql_env.service.config import ServiceConfig, read_token
+
+    return ServiceConfig(
+        host=command.host,
+        port=command.port,
+        socket=command.socket,
+        token=read_token(command.token_file, os.environ),
+        workers=command.workers,
+        idle_s=command.idle_seconds,
+        max_episodes=command.max_episodes,
+        max_waiting=command.max_waiting,
+        max_body_bytes=command.max_body_bytes,
+        request_s=command.request_seconds,
+        drain_s=command.drain_seconds,
+        log_level=command.log_level,
+        stop_with_stdin=command.stop_with_stdin,
+        episode=EpisodeConfig(
+            max_turns=command.max_turns,
+            observation_chars=command.observation_chars,
+            guard=command.guard,
+            tool_limits=Limits(wall_s=command.tool_seconds),
+            verify_limits=Limits(wall_s=command.verify_seconds, rows=100_000),
+        ),
+    )

@@ -1,34 +1,40 @@
-"""When two results are the same answer, and a fingerprint of a result that agrees with it.
+"""When two results are the same answer, and fingerprints of a result that agree with it.
 
-Cells: 1 equals 1.0 but not '1'; NULL, 0 and '' are distinct; floats within `TOLERANCE`. Rows are
-a multiset unless order is required. Columns are matched by name where names are required;
-otherwise by their values, in any order.
+Cells: 1 equals 1.0 but not '1'; NULL, 0 and '' are distinct; whole numbers are exact; other
+numbers are equal within `TOLERANCE`. Columns are matched by name where names are required,
+otherwise by their values, in any order. Rows are a multiset; where order is required, only rows
+of one tie may change places.
 
-Both functions start from the same canonical form: columns in an order that does not depend on the
-one given, rows sorted unless ordered, floats rounded. Equal fingerprints therefore mean equal
-results. The converse can fail only where a float lies at a rounding edge, which `compare` decides
-by tolerance.
+The rules on rows are one: every row has a block, and rows may be permuted within their block. Row
+order not required is one block, row order required a block a row, a tie a block of its rows.
+
+`compare` is n log n in the number of cells as long as the columns' values tell the columns apart;
+columns that agree in all but their arrangement are matched by a search of bounded length.
 """
 
 from __future__ import annotations
 
-import functools
+import bisect
 import hashlib
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Protocol, cast
 
 from hsql_env.sandbox.types import Row, Value
 
 TOLERANCE = 1e-9  # relative, and absolute near zero
-_DIGITS = 9  # significant digits of a rounded float after the first, in agreement with TOLERANCE
+_NOISE = 1e-12  # two numbers of one result as close as this are one number
+_DIGITS = 9  # of a fingerprint's float after the first, in agreement with TOLERANCE
 _EXACT_INTEGERS = 2.0**63
-_REFINEMENTS = 3
-_MAX_COLUMN_ORDERS = 720
+_SEARCH_CELLS = 5_000_000  # looked at before two results count as different
+_PROBED_CELLS = 20_000  # of a result whose fingerprint may look twice at its columns
 
-Cell = tuple[str, int | float | str | bytes]  # its type's tag and its canonical value
-Columns = list[list[Cell]]
+Columns = list[list[Value]]
+Number = int | float
+Numbers = set[Number]
 
 
 class Relation(Protocol):
@@ -47,166 +53,414 @@ def compare(
     ordered: bool = False,
     names_required: bool = False,
     allow_empty: bool = False,
+    ties: Sequence[int] = (),
 ) -> bool:
     """Return whether the two results are the same answer.
 
-    Two empty results are equal only with `allow_empty`. Time is n log n in the number of cells.
+    Two empty results are equal only with `allow_empty`. `ties` holds, where row order is required,
+    one number a row of `gold`: rows of one number may come in any order among themselves.
     """
     if len(gold.rows) != len(answer.rows) or len(gold.columns) != len(answer.columns):
         return False
-    if not gold.rows:
-        return allow_empty and (not names_required or _names(gold) == _names(answer))
-    if names_required and _names(gold) != _names(answer):
+    if names_required and _sorted_names(gold) != _sorted_names(answer):
         return False
-    expected = _Canonical(gold, ordered, names_required)
-    given = _Canonical(answer, ordered, names_required)
-    if _equal_rows(expected.rows(expected.start), given.rows(given.start)):
+    if not gold.rows:
+        return allow_empty
+    in_place = not names_required or [*map(_name, gold.columns)] == [*map(_name, answer.columns)]
+    if in_place and gold.rows == answer.rows:
         return True
-    target = expected.rows(expected.order)
-    return any(
-        _equal_rows(target, given.rows(order))
-        for order in itertools.islice(given.orders(), _MAX_COLUMN_ORDERS)
-    )
+    if in_place and not ordered and _same_multiset(gold.rows, answer.rows):
+        return True
+    left, right = _arrange(gold, names_required), _arrange(answer, names_required)
+    if _equal_in_place(left.columns, right.columns):
+        return True
+    blocks = _blocks(gold, ordered, ties)
+    if _Matching(left, right, blocks).found():
+        return True
+    settled = _settle_numbers(left, right)
+    return settled is not None and _Matching(*settled, blocks).found()
 
 
-def fingerprint(result: Relation, ordered: bool = False, names: bool = False) -> str:
-    """Return 64 hexadecimal digits that equal results share, across processes and runs."""
-    canonical = _Canonical(result, ordered, names)
-    head = [_name(result.columns[index]) for index in canonical.order] if names else []
-    width = len(result.columns)
-    rows = canonical.rows(canonical.order)
-    return hashlib.sha256(repr((width, head, rows)).encode("utf-8", "replace")).hexdigest()
+def _same_multiset(left: Sequence[Hashable], right: Sequence[Hashable]) -> bool:
+    return sum(map(hash, left)) == sum(map(hash, right)) and _is_permutation(left, right)
+
+
+def _is_permutation(left: Iterable[Hashable], right: Iterable[Hashable]) -> bool:
+    """Return whether two of one length hold the same things."""
+    counts = Counter(left)
+    for thing in right:
+        count = counts.get(thing, 0)
+        if count == 0:
+            return False
+        counts[thing] = count - 1
+    return True
+
+
+def fingerprint(
+    result: Relation, ordered: bool = False, names: bool = False, ties: Sequence[int] = ()
+) -> str:
+    """Return 64 hexadecimal digits that equal results share, across processes and runs.
+
+    Equal results can differ in it only where a float lies at a rounding edge. Different results
+    can share it only where their columns agree in all but their arrangement, and regularly so.
+    """
+    table = _arrange(result, names)
+    columns = [[_cell_text(value) for value in column] for column in table.columns]
+    blocks = _blocks(result, ordered, ties)
+    return _digest(_canonical_form(columns, table.labels, blocks))
+
+
+def fingerprints(result: Relation) -> dict[str, str]:
+    """Return the four fingerprints: row order kept or not, column names or values only."""
+    return {
+        f"{'ordered' if ordered else 'unordered'}_{'names' if names else 'values'}": fingerprint(
+            result, ordered, names
+        )
+        for ordered in (False, True)
+        for names in (False, True)
+    }
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A result by columns; labels are the names where they count, else "" each."""
+
+    labels: list[str]
+    columns: Columns
+
+
+def _arrange(relation: Relation, named: bool) -> _Table:
+    """Return the columns as given, or in the order of their names where names count."""
+    labels = [_name(name) if named else "" for name in relation.columns]
+    columns = [list(map(itemgetter(index), relation.rows)) for index in range(len(labels))]
+    order = sorted(range(len(labels)), key=labels.__getitem__)
+    return _Table([labels[index] for index in order], [columns[index] for index in order])
 
 
 def _name(column: str) -> str:
     return column.strip().casefold()
 
 
-def _names(relation: Relation) -> list[str]:
+def _sorted_names(relation: Relation) -> list[str]:
     return sorted(map(_name, relation.columns))
 
 
-def canonical_cell(value: Value) -> Cell:
-    """Return a sortable, hashable form in which equal cells are equal."""
-    if value is None:
-        return ("", 0)
-    if value != value:
-        return ("nan", 0)
-    if isinstance(value, str):
-        return ("t", value)
-    if isinstance(value, bytes):
-        return ("x", value)
-    return ("n", _canonical_number(value))
+def _blocks(relation: Relation, ordered: bool, ties: Sequence[int]) -> list[int]:
+    """Return each row's block, within which rows may be permuted."""
+    height = len(relation.rows)
+    if not ordered:
+        return [0] * height
+    if not ties:
+        return list(range(height))
+    if len(ties) != height:
+        raise ValueError(f"ties must hold {height} numbers, one a row, not {len(ties)}")
+    return list(ties)
 
 
-def _canonical_number(number: int | float) -> int | float:
-    if isinstance(number, int) or math.isinf(number):
-        return number
-    nearest = round(number)
-    noise = abs(number - nearest)
-    if abs(number) < _EXACT_INTEGERS and noise < 1e-6 and noise <= TOLERANCE / 10 * abs(number):
-        return nearest
-    return float(f"{number:.{_DIGITS}e}")
+# Numbers
 
 
-class _Canonical:
-    """A result's columns of canonical cells, and the orders in which they may be taken."""
-
-    def __init__(self, relation: Relation, ordered: bool, named: bool) -> None:
-        self._ordered = ordered
-        self._columns: Columns = [
-            [canonical_cell(row[index]) for row in relation.rows]
-            for index in range(len(relation.columns))
-        ]
-        self._labels = [_name(name) if named else "" for name in relation.columns]
-        # As given, or by name where names count.
-        self.start = sorted(range(len(self._columns)), key=self._labels.__getitem__)
-
-    @functools.cached_property
-    def _colours(self) -> list[str]:
-        return _column_colours(self._columns, self._labels, self._ordered)
-
-    @functools.cached_property
-    def order(self) -> list[int]:
-        """The columns' canonical order."""
-        return sorted(range(len(self._columns)), key=self._colours.__getitem__)
-
-    def rows(self, order: Sequence[int]) -> list[tuple[Cell, ...]]:
-        """Return the rows with columns in this order, sorted unless row order counts."""
-        if not self._columns:
-            return []
-        rows = list(zip(*(self._columns[index] for index in order), strict=True))
-        return rows if self._ordered else sorted(rows, key=_sort_key)
-
-    def orders(self) -> Iterator[tuple[int, ...]]:
-        """Yield the column orders that agree with the colours, `order` first."""
-        groups = [
-            list(group) for _, group in itertools.groupby(self.order, key=self._colours.__getitem__)
-        ]
-        choices = [self._arrangements(group) for group in groups]
-        for parts in itertools.product(*choices):
-            yield tuple(itertools.chain.from_iterable(parts))
-
-    def _arrangements(self, group: list[int]) -> list[tuple[int, ...]]:
-        """Return the orders of columns of one colour; identical columns need only one."""
-        first = self._columns[group[0]]
-        if all(self._columns[index] == first for index in group[1:]):
-            return [tuple(group)]
-        return list(itertools.islice(itertools.permutations(group), _MAX_COLUMN_ORDERS))
+def _equal_in_place(gold: Columns, answer: Columns) -> bool:
+    """Return whether the results agree cell by cell as they stand."""
+    return gold == answer or all(map(_equal_column, gold, answer))
 
 
-def _sort_key(row: tuple[Cell, ...]) -> tuple[tuple[Cell, ...], tuple[float, ...]]:
-    """Sort by exact cells first, so that noise in a float cannot misalign two results' rows."""
-    exact = tuple(cell for cell in row if not isinstance(cell[1], float))
-    return exact, tuple(cell[1] for cell in row if isinstance(cell[1], float))
+def _equal_column(gold: list[Value], answer: list[Value]) -> bool:
+    return gold == answer or all(map(_equal_cell, gold, answer))
 
 
-def _column_colours(columns: Columns, labels: list[str], ordered: bool) -> list[str]:
-    """Return one string a column that depends on its values and not on its position.
-
-    Unordered, a column alone is a multiset. Rows are coloured by the columns' colours and columns
-    by the rows' in turns, which tells apart columns of equal multisets in different arrangements.
-    """
-    if ordered:
-        return [_digest((label, column)) for label, column in zip(labels, columns, strict=True)]
-    height = len(columns[0]) if columns else 0
-    rows = [""] * height
-    colours = list(labels)
-    for _ in range(_REFINEMENTS):
-        colours = [
-            _digest((label, sorted(zip(map(repr, column), rows, strict=True))))
-            for label, column in zip(labels, columns, strict=True)
-        ]
-        if len(set(colours)) == len(colours):
-            break
-        rows = [
-            _digest(sorted(zip(colours, map(repr, row), strict=True)))
-            for row in zip(*columns, strict=True)
-        ]
-    return colours
-
-
-def _digest(value: object) -> str:
-    return hashlib.blake2b(repr(value).encode("utf-8", "replace"), digest_size=16).hexdigest()
-
-
-def _equal_rows(gold: list[tuple[Cell, ...]], answer: list[tuple[Cell, ...]]) -> bool:
+def _equal_cell(gold: Value, answer: Value) -> bool:
     if gold == answer:
         return True
-    return all(
-        _equal_cells(left, right)
-        for a, b in zip(gold, answer, strict=True)
-        for left, right in zip(a, b, strict=True)
+    if not (isinstance(gold, int | float) and isinstance(answer, int | float)):
+        return False
+    return _is_close(_whole(gold), _whole(answer))
+
+
+def _is_close(a: int | float, b: int | float, tolerance: float = TOLERANCE) -> bool:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance) or (a != a and b != b)
+
+
+def _whole(number: Number) -> Number:
+    """Return an integer for a float that is one but for noise; whole numbers compare exactly.
+
+    NaN gives always the same NaN: only the same object equals itself in a container.
+    """
+    if 1e-6 <= number % 1 <= 1 - 1e-6:  # most floats
+        return number
+    if isinstance(number, int) or abs(number) >= _EXACT_INTEGERS:
+        return number
+    if number != number:
+        return math.nan
+    nearest = round(number)
+    noise = abs(number - nearest)
+    return nearest if noise < 1e-6 and noise <= TOLERANCE / 10 * abs(number) else number
+
+
+def _settle_numbers(gold: _Table, answer: _Table) -> tuple[_Table, _Table] | None:
+    """Return the results with one value for what counts as one number, so that `==` decides.
+
+    None where that changes nothing.
+    """
+    own, others = _numbers(gold.columns, float), _numbers(answer.columns, float)
+    if not own and not others:
+        return None
+    settled = _merge_noise(own)
+    moved = {number: to for number, to in settled.items() if number in others}
+    integers, strangers = _numbers(gold.columns, int), others - own
+    if own:
+        strangers |= _numbers(answer.columns, int) - integers
+    if strangers:
+        moved.update(_move(strangers, integers, {settled.get(number, number) for number in own}))
+    settled, moved = _changes(settled), _changes(moved)
+    if not settled and not moved:
+        return None
+    return (
+        _Table(gold.labels, _replace(gold.columns, settled)),
+        _Table(answer.labels, _replace(answer.columns, moved)),
     )
 
 
-def _equal_cells(left: Cell, right: Cell) -> bool:
-    """Return whether two canonical cells are equal; only a float may differ, within tolerance."""
-    if left == right:
-        return True
-    a, b = left[1], right[1]
-    if isinstance(a, str | bytes) or isinstance(b, str | bytes) or left[0] != right[0]:
+def _move(strangers: Numbers, integers: Numbers, settled: Numbers) -> dict[Number, Number]:
+    """Map each of the strangers that is none of the gold's numbers to the nearest of them."""
+    known = {number for number in integers | settled if number == number}
+    floats = sorted(number for number in known if isinstance(number, float))
+    numbers = sorted(known)
+    moved: dict[Number, Number] = {}
+    for number in strangers:
+        whole = _whole(number)
+        if whole not in known and whole == whole:
+            whole = _nearest(whole, floats if isinstance(whole, int) else numbers)
+        if whole is not number:
+            moved[number] = whole
+    return moved
+
+
+def _numbers(columns: Columns, kind: type[int] | type[float]) -> Numbers:
+    """Return the distinct numbers of a kind."""
+    found: Numbers = set()
+    for column in columns:
+        kinds = set(map(type, column))
+        if kinds == {kind}:
+            found.update(cast("list[Number]", column))
+        elif kind in kinds:
+            found.update(value for value in column if isinstance(value, kind))
+    return found
+
+
+def _merge_noise(numbers: Numbers) -> dict[Number, Number]:
+    """Map floats to the integers that they are but for noise, and to the least float likewise."""
+    merged = {number: to for number in numbers if (to := _whole(number)) is not number}
+    last: Number = -math.inf
+    for number in sorted(number for number in numbers.difference(merged) if number == number):
+        if number - last <= _NOISE * (1 + abs(number)) and _is_close(last, number, _NOISE):
+            merged[number] = last
+        else:
+            last = number
+    return merged
+
+
+def _changes(numbers: dict[Number, Number]) -> dict[Number, Number]:
+    return {number: to for number, to in numbers.items() if number != to}
+
+
+def _nearest(number: Number, among: list[Number]) -> Number:
+    """Return the nearest of the sorted numbers within tolerance, the number where there is none."""
+    place = bisect.bisect_left(among, number)
+    near = [other for other in among[max(0, place - 1) : place + 1] if _is_close(other, number)]
+    return min(near, key=lambda other: abs(other - number), default=number)
+
+
+def _replace(columns: Columns, changed: dict[Number, Number]) -> Columns:
+    """Return the columns with the changed numbers in place of the old ones."""
+    if not changed:
+        return columns
+    lookup = cast("dict[Value, Value]", changed)
+    return [[lookup.get(value, value) for value in column] for column in columns]
+
+
+# Matching columns
+
+
+class _Matching:
+    """The search for an order of the answer's columns in which every block of rows agrees."""
+
+    def __init__(self, gold: _Table, answer: _Table, blocks: list[int]) -> None:
+        self._gold = gold
+        self._answer = answer
+        self._blocks = blocks
+        self._cells_left = _SEARCH_CELLS
+
+    def found(self) -> bool:
+        """Return whether there is such an order."""
+        gold, answer = self._gold.columns, self._answer.columns
+        colours, others = self._colours()
+        if sorted(colours) != sorted(others):
+            return False
+        if colours == others and _same_rows(self._blocks, gold, answer):
+            return True
+        free: dict[int, list[int]] = defaultdict(list)
+        for index, colour in enumerate(others):
+            free[colour].append(index)
+        order = sorted(range(len(gold)), key=lambda index: len(free[colours[index]]))
+        sure = [index for index in order if len(free[colours[index]]) == 1]
+        own = [gold[index] for index in sure]
+        other = [answer[free[colours[index]][0]] for index in sure]
+        if not _same_rows(self._blocks, own, other):
+            return False
+        names = _Names()
+        todo = [(index, free[colours[index]]) for index in order[len(sure) :]]
+        return not todo or self._extend(
+            todo, names.rows(self._blocks, own), names.rows(self._blocks, other), set()
+        )
+
+    def _colours(self) -> tuple[list[int], list[int]]:
+        """Return numbers of both results' columns; only columns of one number can be matched.
+
+        A column starts as the multiset of its cells by block. Where that leaves a choice, rows are
+        told apart by their cells in columns that are, and columns by the rows, in turns. Equal
+        multisets have equal numbers; that unequal ones might too costs time only.
+        """
+        gold, answer = self._gold.columns, self._answer.columns
+        rows, other_rows = self._blocks, self._blocks
+        labels = list(map(self._gold.labels.index, self._gold.labels))  # the same in both
+        colours = _colour_columns(labels, gold, rows)
+        others = _colour_columns(labels, answer, other_rows)
+        told = 0
+        while told < len(set(colours)) < len(gold) and sorted(colours) == sorted(others):
+            told = len(set(colours))
+            rows = _colour_rows(rows, gold, colours)
+            other_rows = _colour_rows(other_rows, answer, others)
+            colours = _colour_columns(colours, gold, rows)
+            others = _colour_columns(others, answer, other_rows)
+        return colours, others
+
+    def _extend(
+        self,
+        todo: list[tuple[int, list[int]]],
+        rows: list[int],
+        other_rows: list[int],
+        used: set[int],
+    ) -> bool:
+        """Match the next of the gold columns; `rows` number the cells of those matched so far."""
+        if not todo:
+            return True
+        (index, candidates), rest = todo[0], todo[1:]
+        names = _Names()
+        rows = names.rows(rows, [self._gold.columns[index]])
+        tried: list[int] = []
+        for other in candidates:
+            column = self._answer.columns[other]
+            if other in used or any(column == self._answer.columns[same] for same in tried):
+                continue
+            tried.append(other)
+            self._cells_left -= len(rows)
+            if self._cells_left < 0:
+                return False
+            paired = names.rows(other_rows, [column])
+            if _is_permutation(rows, paired) and self._extend(rest, rows, paired, used | {other}):
+                return True
         return False
-    if isinstance(a, int) and isinstance(b, int):
-        return False
-    return math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+class _Names:
+    """Small numbers for hashable things: equal ones share a number."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, int] = {}
+
+    def rows(self, rows: Sequence[int], columns: Sequence[Sequence[Value]]) -> list[int]:
+        """Return one number a row, of its number so far and its cells in the columns."""
+        known = self._known
+        return [known.setdefault(row, len(known)) for row in zip(rows, *columns, strict=True)]
+
+
+def _same_rows(blocks: list[int], gold: Columns, answer: Columns) -> bool:
+    """Return whether the columns, in the order given, hold the same rows in every block."""
+    return _is_permutation(zip(blocks, *gold, strict=True), zip(blocks, *answer, strict=True))
+
+
+def _colour_columns(colours: list[int], columns: Columns, rows: list[int]) -> list[int]:
+    return [
+        hash((colour, sum(map(hash, zip(rows, column, strict=True)))))
+        for colour, column in zip(colours, columns, strict=True)
+    ]
+
+
+def _colour_rows(rows: list[int], columns: Columns, colours: list[int]) -> list[int]:
+    return [
+        hash((row, sum(map(hash, zip(colours, cells, strict=True)))))
+        for row, cells in zip(rows, zip(*columns, strict=True), strict=True)
+    ]
+
+
+def _distinct(columns: Sequence[Sequence[str]]) -> int:
+    return len({tuple(column) for column in columns})
+
+
+# Fingerprints
+
+
+def _cell_text(value: Value) -> str:
+    """Return text that equal cells share and different ones do not."""
+    if isinstance(value, int):
+        return f"n{value}"
+    if isinstance(value, str):
+        return "t" + value
+    if value is None:
+        return "-"
+    if isinstance(value, bytes):
+        return "x" + value.hex()
+    number = _whole(value)
+    if isinstance(number, int) or abs(number) < TOLERANCE:
+        return f"n{round(number)}"
+    return f"n{number:.{_DIGITS}e}"
+
+
+def _canonical_form(columns: list[list[str]], labels: list[str], blocks: list[int]) -> object:
+    """Return what two results share exactly when some order of columns and rows makes them one.
+
+    Columns are put in the order of colours that depend on their values only. Columns that still
+    share a colour leave that order open; then the colours themselves stand for the result.
+    """
+    kinds = _distinct(columns)
+    colours, rows = _stable_colours(columns, labels, blocks, kinds)
+    if len(set(colours)) == kinds:
+        order = sorted(range(len(columns)), key=colours.__getitem__)
+        cells = zip(blocks, *(columns[index] for index in order), strict=True)
+        return len(columns), [labels[index] for index in order], sorted(cells)
+    probes = []
+    if len(columns) * len(blocks) <= _PROBED_CELLS:
+        for index in range(len(columns)):
+            marked = [*colours[:index], "marked " + colours[index], *colours[index + 1 :]]
+            probes.append(
+                _digest(list(map(sorted, _stable_colours(columns, marked, blocks, kinds))))
+            )
+    return len(columns), sorted(colours), sorted(rows), sorted(probes)
+
+
+def _stable_colours(
+    columns: list[list[str]], labels: Sequence[str], blocks: list[int], kinds: int
+) -> tuple[list[str], list[str]]:
+    """Return a colour a column and a row, refined in turns until no more are told apart."""
+    rows = [str(block) for block in blocks]
+    colours = list(labels)
+    told = 0
+    while True:
+        colours = [
+            _digest((label, sorted(map(" ".join, zip(rows, column, strict=True)))))
+            for label, column in zip(colours, columns, strict=True)
+        ]
+        if len(set(colours)) in (told, kinds):
+            return colours, rows
+        told = len(set(colours))
+        rows = [
+            _digest((row, sorted(zip(colours, cells, strict=True))))
+            for row, cells in zip(rows, zip(*columns, strict=True), strict=True)
+        ]
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode("utf-8", "replace")).hexdigest()

@@ -134,7 +134,7 @@ class _Play:
         except RequestRefused as error:
             if error.kind != "not_found":
                 raise
-            raise InfrastructureError("the service was restarted and lost the episode") from error
+            raise InfrastructureError(f"the service lost the episode: {error}") from error
 
     async def _play(self, session: Session, new: Sequence[Message]) -> None:
         while (content := await session.act(new)) is not None:

@@ -29,7 +29,7 @@ class Record(BaseModel):
 
 
 class Database(Record):
-    """One registered SQLite file. `path` stays on the server side."""
+    """A SQLite file, or a server's database by its address. `path` stays on the server side."""
 
     database_id: str
     path: str

@@ -107,8 +107,9 @@ def _truncated(file: Path) -> DatabaseError:
 
 
 def _check_at_rest(file: Path, header: bytes) -> None:
+    target = file.resolve()  # SQLite keeps the side files beside what a link points to
     for suffix in ("-wal", "-journal"):
-        side = file.with_name(file.name + suffix)
+        side = target.with_name(target.name + suffix)
         if _is_live(side):
             raise DatabaseError(
                 f"{file}: in use, {side.name} holds changes not yet in it; close the program that "

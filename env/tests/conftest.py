@@ -38,6 +38,11 @@ def build_database(path: Path, script: str) -> Path:
     return path
 
 
+def files_in(folder: Path) -> list[Path]:
+    """Return what is in a folder, without the caches that test tools may write meanwhile."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
 @pytest.fixture(scope="session")
 def city_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The path of a database with odd names, a view, a blob and a full-text table."""

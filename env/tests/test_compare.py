@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
 
 import pytest
 
-from hsql_env.compare import compare, fingerprint
+from hsql_env.compare import compare, fingerprint, fingerprints
 from hsql_env.sandbox import Execution, Row, Value
 
 
@@ -126,5 +127,81 @@ def test_fingerprints_agree_with_the_comparer() -> None:
 
 def test_fingerprint_is_stable() -> None:
     assert fingerprint(relation([(1, "a"), (None, 2.5)])) == (
-        "e3b38a6dec1c3e3c3b60cc2f8ca598f8d7fe1887e5504cce7118d8dcd1727a2f"
+        "50fb8563217af29f6e52d033ddc1a610a774cc130b5d2f85fb5e9c44521b5eb1"
     )
+
+
+def test_four_fingerprints() -> None:
+    a = relation([(1, "x"), (2, "y")], ["n", "t"])
+    turned = relation([("y", 2), ("x", 1)], ["T", "N"])
+    renamed = relation([(1, "x"), (2, "y")], ["n", "u"])
+    alike = {
+        kind: [fingerprints(a)[kind] == fingerprints(other)[kind] for other in (turned, renamed)]
+        for kind in fingerprints(a)
+    }
+    assert alike == {
+        "unordered_values": [True, True],
+        "unordered_names": [True, False],
+        "ordered_values": [False, True],
+        "ordered_names": [False, False],
+    }
+
+
+def test_ties_may_be_permuted_among_themselves_only() -> None:
+    gold = relation([("a", 9), ("b", 7), ("c", 7), ("d", 3)])
+    ties = (1, 2, 2, 3)
+    assert compare(gold, relation([("a", 9), ("c", 7), ("b", 7), ("d", 3)]), True, ties=ties)
+    assert compare(gold, relation([(9, "a"), (7, "c"), (7, "b"), (3, "d")]), True, ties=ties)
+    assert not compare(gold, relation([("b", 7), ("a", 9), ("c", 7), ("d", 3)]), True, ties=ties)
+    assert not compare(gold, relation([("a", 9), ("c", 7), ("b", 7), ("d", 3)]), True)
+    with pytest.raises(ValueError, match="ties must hold 4 numbers"):
+        compare(gold, relation([("a", 9), ("c", 7), ("b", 7), ("d", 4)]), True, ties=(1,))
+
+
+def test_columns_that_no_refinement_tells_apart() -> None:
+    """Each column and row of a Latin square, or of a one-hot matrix, looks like any other."""
+    rng = random.Random(2)
+    for size in (8, 26):
+        square = [tuple((row + column) % size for column in range(size)) for row in range(size)]
+        one_hot = [tuple(int(row == column) for column in range(size)) for row in range(size)]
+        for rows in (square, one_hot):
+            order = rng.sample(range(size), size)
+            turned = [tuple(row[index] for index in order) for row in rng.sample(rows, size)]
+            assert compare(relation(rows), relation(turned))
+            assert fingerprint(relation(rows)) == fingerprint(relation(turned))
+    ring = [tuple(int(column in (row, (row + 1) % 6)) for column in range(6)) for row in range(6)]
+    pairs = [(0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 3)]
+    triangles = [tuple(int(column in pair) for column in range(6)) for pair in pairs]
+    assert not compare(relation(ring), relation(triangles))
+    assert fingerprint(relation(ring)) != fingerprint(relation(triangles))
+
+
+def test_integers_stay_exact_beside_floats() -> None:
+    gold = relation([(10**12,), (10**12 + 1,), (10**12 + 0.5,)])
+    assert compare(gold, relation([(10**12 + 0.5,), (10**12 + 1.0,), (10**12,)]))
+    assert not compare(gold, relation([(10**12,), (10**12,), (10**12 + 0.5,)]))
+
+
+def test_noise_in_many_floats_is_matched_to_the_nearest() -> None:
+    rng = random.Random(3)
+    rows = [(rng.random(), rng.choice("ab")) for _ in range(200)]
+    noisy = [(name, number * (1 + 1e-13 * rng.random())) for number, name in rows]
+    rng.shuffle(noisy)
+    assert compare(relation(rows), relation(noisy))
+    name, number = noisy[0]
+    assert not compare(relation(rows), relation([(name, number * (1 + 1e-6)), *noisy[1:]]))
+
+
+def test_a_whole_float_is_as_exact_as_an_integer() -> None:
+    gold = relation([(1e12, "a"), (2.5, "b")])
+    assert compare(gold, relation([("b", 2.5), ("a", 10**12)]))
+    assert not compare(gold, relation([("b", 2.5), ("a", 10**12 + 1)]))
+    assert not compare(gold, relation([("b", 2.5), ("a", 1e12 + 1)]))
+
+
+def test_nan_equals_nan_wherever_it_stands() -> None:
+    gold = relation([(math.nan, 1), (0.5, 2), (2.5, 3)])
+    answer = relation([(3, 2.5), (1, float("nan")), (2, 0.5 + 1e-13)])
+    assert compare(gold, answer)
+    assert fingerprint(gold) == fingerprint(answer)
+    assert not compare(gold, relation([(3, 2.5), (1, None), (2, 0.5)]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from conftest import files_in
 
 from hsql_env.sandbox import SandboxPool
 
@@ -80,10 +81,10 @@ def test_refused(pool: SandboxPool, city_path: str, sql: str) -> None:
 def test_nothing_is_created(pool: SandboxPool, city_path: str, sql: str, tmp_path: Path) -> None:
     folder = Path(city_path).parent
     (tmp_path / "gold.db").write_bytes(b"secret")
-    before = Path(city_path).read_bytes(), sorted(folder.iterdir()), sorted(Path.cwd().iterdir())
+    before = Path(city_path).read_bytes(), files_in(folder), files_in(Path.cwd())
     for query in (sql, sql.replace("new.db", str(tmp_path / "new.db"))):
         assert not pool.execute(city_path, query).ok
-    after = Path(city_path).read_bytes(), sorted(folder.iterdir()), sorted(Path.cwd().iterdir())
+    after = Path(city_path).read_bytes(), files_in(folder), files_in(Path.cwd())
     assert before == after
     assert [path.name for path in tmp_path.iterdir()] == ["gold.db"]
 

@@ -7,7 +7,14 @@ from collections.abc import Callable
 import pytest
 from conftest import call, make_task
 
-from hsql_env.harness import TOOL_NAMES, TOOLS, Episode, EpisodeConfig, EpisodeOver
+from hsql_env.harness import (
+    TOOL_NAMES,
+    TOOLS,
+    Episode,
+    EpisodeConfig,
+    EpisodeOver,
+    InfrastructureError,
+)
 from hsql_env.harness.render import render_cell
 from hsql_env.records import Database
 from hsql_env.sandbox import Limits, SandboxPool, Value
@@ -217,10 +224,49 @@ def test_stopped_episode_is_truncated(play: Play) -> None:
 
 
 def test_calls_a_turn_are_bounded(play: Play) -> None:
-    config = EpisodeConfig(max_calls_per_turn=1)
     text = observe(play, call("sql_exec", query=COUNT) * 2, max_calls_per_turn=1)
-    assert text.endswith("---\nError: at most 1 calls are run a turn")
-    assert config.max_calls_per_turn == 1
+    assert text == (
+        "count(*)\n3\n(1 row)\n---\nError: at most 1 calls are run a turn; the rest was not run"
+    )
+
+
+@pytest.mark.parametrize("surplus", [1, 2, 8992])
+def test_one_reply_stands_for_all_the_calls_that_were_not_run(play: Play, surplus: int) -> None:
+    turn = call("sql_exec", query=COUNT) * (8 + surplus)
+    episode = play(COUNT, turn)
+    replies = [m.content for m in episode.messages if m.role == "tool"]
+    assert len(replies) == 9
+    assert replies[0] == "count(*)\n3\n(1 row)"
+    assert replies[8] == "Error: at most 8 calls are run a turn; the rest was not run"
+    assert [entry.outcome for entry in episode.calls] == ["ok"] * 8 + ["invalid"]
+    assert episode.verdict().violations == {"budget": 1, "invalid_call": 1, "no_submit": 1}
+
+
+def test_calls_after_the_accepted_one_are_bounded_too(play: Play) -> None:
+    episode = play(COUNT, call("sql_submit", query=COUNT) * 9000)
+    assert len(episode.messages) == 3 + 9
+    assert episode.verdict().violations == {
+        "duplicate_submit": 8, "invalid_call": 8, "submit_not_executed": 1,
+    }  # fmt: skip
+
+
+def test_an_error_that_repeats_the_policys_words_is_cut(play: Play) -> None:
+    episode = play(COUNT, call("x" * 1_000_000), config=EpisodeConfig(observation_chars=30))
+    assert episode.messages[-1].content == (
+        "Error: unknown tool: xxxxxxxxx…\n[note: cut at 30 of 1000086 characters]"
+    )
+    assert episode.verdict().activations == {"truncation": 1}
+
+
+def test_a_fault_of_the_harness_is_never_the_policys(city: Database) -> None:
+    closed = SandboxPool(workers=1)
+    closed.close()
+    episode = Episode(make_task(COUNT), city, closed)
+    with pytest.raises(InfrastructureError, match="the sandbox is closed"):
+        episode.step(call("sql_exec", query=COUNT))
+    assert episode.over
+    verdict = episode.verdict()
+    assert (verdict.infrastructure, verdict.protocol_ok) == ("the sandbox is closed", False)
 
 
 def test_notes_are_inside_the_observation_and_history_only_grows(play: Play) -> None:
@@ -311,7 +357,7 @@ def test_strict_guard_holds_for_tool_and_submit(play: Play) -> None:
 
 def test_broken_oracle_is_infrastructure(play: Play) -> None:
     verdict = play("SELECT nosuch", call("sql_submit", query=COUNT)).verdict()
-    assert verdict.infrastructure == "the oracle of task t1 did not run: no such column: nosuch"
+    assert verdict.infrastructure == "the oracle of task t1 did not run: sql_error"
     assert (verdict.result_ok, verdict.protocol_ok, verdict.reward) == (False, False, 0.0)
 
 

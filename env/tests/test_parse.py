@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from hsql_env.harness import ParsedCall, parse_turn
@@ -88,3 +90,37 @@ def test_deeply_nested_arguments_are_an_invalid_call_and_are_not_kept(depth: int
     (call,) = parse_turn(wrap(body)).calls
     assert (call.name, call.arguments) == ("sql_exec", {})
     assert call.error == "arguments are nested over 4 levels deep"
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3])
+def test_no_more_calls_than_asked_for(most: int) -> None:
+    assert parse_turn(wrap(EXEC) * 2, most).calls == (PARSED,) * min(most, 2)
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        wrap(EXEC),
+        "<tool_call>",
+        "<tool_call></tool_call>",
+        "<tool_call>[</tool_call>",
+        '<tool_call>{"name": "',
+        '<tool_call>"</tool_call>',
+        "<tool_call>{}" + " " * 50,
+        "<tool_call>" + "[" * 50,
+        "<think>",
+        "</think>",
+    ],
+)
+def test_time_is_linear_in_the_text(piece: str) -> None:
+    text = piece * (4_000_000 // len(piece))
+    started = time.process_time()
+    calls = parse_turn(text, 9).calls
+    assert time.process_time() - started < 0.5
+    assert len(calls) <= 9
+
+
+def test_many_good_calls_are_read_in_linear_time() -> None:
+    started = time.process_time()
+    assert parse_turn(wrap(EXEC) * 40_000).calls == (PARSED,) * 40_000
+    assert time.process_time() - started < 3

@@ -141,6 +141,8 @@ def test_health_and_openapi(service: ServiceProcess, env: Environment) -> None:
     paths = json.loads(request(service.url + "/openapi.json")[1])["paths"]
     assert set(paths) == {
         "/healthz",
+        "/readyz",
+        "/metrics",
         "/episodes",
         "/episodes/{episode_id}",
         "/episodes/{episode_id}/step",

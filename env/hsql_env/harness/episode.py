@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hsql_env.harness.actions import Actions, InfrastructureError, Outcome
 from hsql_env.harness.parse import ParsedCall, parse_turn
-from hsql_env.harness.tools import SYSTEM_PROMPT, check_call
+from hsql_env.harness.tools import SYSTEM_PROMPT, check_call, prompt_for
 from hsql_env.harness.verify import VERIFY_LIMITS, OracleError, Verifier
 from hsql_env.records import Call, Database, Message, Task, Verdict
 from hsql_env.sandbox import FailureKind, GuardProfile, Limits, SandboxPool
@@ -33,6 +33,7 @@ _ACTIVATIONS: Mapping[FailureKind, str] = {
     "denied": "guard_block",
 }
 _TOLD_TURNS_LEFT = (3, 1)  # the policy is told when so many turns are left
+_NO_CALL = (ParsedCall(error="the turn has no tool call"),)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Episode:
         """Return the first messages, system and question."""
         if not self.messages:
             self.messages = [
-                Message(role="system", content=self.config.system_prompt),
+                Message(role="system", content=prompt_for(self.config.system_prompt, self._path)),
                 Message(role="user", content=self.task.public.question),
             ]
         return self.messages[:2]
@@ -108,19 +109,26 @@ class Episode:
     def step(self, content: str) -> StepResult:
         """Run the calls of one turn and return their observations, one message a call.
 
-        Raises `EpisodeOver` after the end and `InfrastructureError` when the sandbox fails, which
-        ends the episode.
+        Of more than `max_calls_per_turn` calls, the first one too many stands for all the rest: it
+        is answered as invalid, so a turn has at most that number of messages and one more. Raises
+        `EpisodeOver` after the end and `InfrastructureError` when the sandbox fails, which ends the
+        episode, as any other exception does.
         """
         if self.over:
             raise EpisodeOver("the episode has ended")
         self.reset()
         self.turns += 1
         self.messages.append(Message(role="assistant", content=content))
-        calls = parse_turn(content).calls or (ParsedCall(error="the turn has no tool call"),)
+        calls = parse_turn(content, self.config.max_calls_per_turn + 1).calls
         try:
-            observed = [self._observe(call, number) for number, call in enumerate(calls)]
+            observed = [
+                self._observe(call, number) for number, call in enumerate(calls or _NO_CALL)
+            ]
         except InfrastructureError as error:
             self.infrastructure = str(error)
+            raise
+        except Exception as error:  # a fault of ours is never the policy's
+            self.infrastructure = f"the harness failed ({type(error).__name__})"
             raise
         self.truncated = not self.terminated and self.turns >= self.config.max_turns
         observed[-1][1].extend(self._budget_notes())
@@ -175,7 +183,7 @@ class Episode:
         if problem:
             self._violations["invalid_call"] += 1
             self._record(call, Outcome(problem), invalid=True)
-            return f"Error: {problem}", []
+            return self._cut(f"Error: {problem}")  # it may repeat what the policy wrote
         first = self._first_turn.get(key := _call_key(call), 0)
         outcome = self._actions.run(call.name, call.arguments)
         self._first_turn.setdefault(key, self.turns)
@@ -192,8 +200,9 @@ class Episode:
             if call.name == "sql_submit":
                 self._violations["duplicate_submit"] += 1
             return "the episode has ended"
-        if number >= self.config.max_calls_per_turn:
-            return f"at most {self.config.max_calls_per_turn} calls are run a turn"
+        most = self.config.max_calls_per_turn
+        if number >= most:
+            return f"at most {most} calls are run a turn; the rest was not run"
         return check_call(call)
 
     def _record(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
 _THINK_OPEN = "<think>"
 _THINK_CLOSE = "</think>"
+_BLANK = re.compile(r"\s*")
 _MAX_DEPTH = 4  # no tool takes more than a list in an object
 _DECODER = json.JSONDecoder(strict=False)  # line breaks inside a SQL string are fine
 
@@ -30,15 +32,16 @@ class ParsedTurn:
     calls: tuple[ParsedCall, ...]
 
 
-def parse_turn(text: str) -> ParsedTurn:
-    """Return the calls outside the reasoning block. Never raises.
+def parse_turn(text: str, most: int | None = None) -> ParsedTurn:
+    """Return the calls outside the reasoning block, at most the first `most`. Never raises.
 
-    A call's end is found by decoding its JSON, so `</tool_call>` inside a string is text.
+    A call's end is found by decoding its JSON, so `</tool_call>` inside a string is text. The time
+    is linear in the text for any fixed `most`; what comes after that many calls is not looked at.
     """
     body = _after_thinking(text)
-    calls = []
+    calls: list[ParsedCall] = []
     start = body.find(_OPEN)
-    while start >= 0:
+    while start >= 0 and (most is None or len(calls) < most):
         call, end = _parse_call(body, start + len(_OPEN))
         calls.append(call)
         start = body.find(_OPEN, end)
@@ -55,17 +58,22 @@ def _after_thinking(text: str) -> str:
 
 def _parse_call(body: str, start: int) -> tuple[ParsedCall, int]:
     """Return the call that starts at `start` and where its text ends."""
-    while start < len(body) and body[start].isspace():
-        start += 1
+    start = _after_blank(body, start)
     try:
         value, end = _DECODER.raw_decode(body, start)
     except (ValueError, RecursionError) as error:
         return ParsedCall(error=f"the tool call is not valid JSON: {_reason(error)}"), _skip(
             body, start
         )
-    if not body[end:].lstrip().startswith(_CLOSE):
+    close = _after_blank(body, end)
+    if not body.startswith(_CLOSE, close):
         return ParsedCall(error=f"the tool call does not end with {_CLOSE}"), _skip(body, end)
-    return _read_call(value), body.index(_CLOSE, end) + len(_CLOSE)
+    return _read_call(value), close + len(_CLOSE)
+
+
+def _after_blank(body: str, start: int) -> int:
+    blank = _BLANK.match(body, start)
+    return blank.end() if blank else start
 
 
 def _reason(error: Exception) -> str:

@@ -46,6 +46,8 @@ def render_execution(execution: Execution, limit: int = SHOWN_ROWS) -> str:
     lines = [" | ".join(_one_line(name) for name in execution.columns)]
     lines += [_render_row(row) for row in shown]
     lines.append(_total(len(shown), execution))
+    if execution.text_name:
+        lines.append(_text_name_note(execution.text_name))
     return "\n".join(lines)
 
 
@@ -80,6 +82,11 @@ def _total(shown: int, execution: Execution) -> str:
     return f"({total} row{'' if total == 1 else 's'})"
 
 
+def _text_name_note(name: str) -> str:
+    quoted, text = _quoted_name(name), "'" + name.replace("'", "''") + "'"
+    return f"[note: {_one_line(quoted)} is no column; SQLite read it as the text {_one_line(text)}]"
+
+
 def _count(rows: int | None) -> str:
     if rows is None:
         return "rows not counted"
@@ -95,6 +102,10 @@ def _display_name(name: str) -> str:
     """Return the name as it must be written in SQL."""
     if _PLAIN_NAME.match(name) and name.lower() not in _RESERVED:
         return name
+    return _quoted_name(name)
+
+
+def _quoted_name(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hsql_env.harness.parse import ParsedCall
+from hsql_env.sandbox.backend import dialect
 
 MAX_SCHEMA_TABLES = 20
 
@@ -14,6 +15,11 @@ SYSTEM_PROMPT = (
     "list the tables, read their schema, try queries. "
     "Only single read-only queries are allowed. Finish by calling sql_submit with the full query."
 )
+
+
+def prompt_for(system_prompt: str, locator: str) -> str:
+    """Return the prompt with the dialect of the database it is about."""
+    return system_prompt.replace("SQLite", dialect(locator))
 
 
 def _tool(name: str, description: str, properties: dict[str, Any], required: list[str]) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from typing import NamedTuple
 
 from hsql_env.compare import compare
+from hsql_env.harness.ties import find_ties
 from hsql_env.records import HiddenTask
 from hsql_env.sandbox import Execution, GuardProfile, Limits, SandboxPool
 
@@ -17,6 +19,13 @@ class OracleError(RuntimeError):
     """The verifier itself could not run: the episode is not a sample."""
 
 
+class Oracle(NamedTuple):
+    """An oracle's result; where row order counts, `ties` numbers its rows."""
+
+    result: Execution
+    ties: tuple[int, ...]
+
+
 class Verifier:
     """Executes submitted and oracle SQL in the sandbox; keeps the oracles' results by task."""
 
@@ -24,7 +33,7 @@ class Verifier:
         self._pool = pool
         self._limits = limits
         self._lock = threading.Lock()
-        self._oracles: OrderedDict[tuple[str, str, str], Execution] = OrderedDict()
+        self._oracles: OrderedDict[tuple[str, str, str, bool], Oracle] = OrderedDict()
 
     def check(self, path: str, task: HiddenTask, sql: str, guard: GuardProfile = "default") -> bool:
         """Execute `sql` under the verifier's limits and return whether its result is right.
@@ -37,23 +46,31 @@ class Verifier:
             raise OracleError(answer.failure.message)
         oracle = self._oracle(path, task)
         return answer.complete and compare(
-            oracle,
+            oracle.result,
             answer,
             ordered=task.ordered,
+            ties=oracle.ties,
             names_required=task.names_required,
             allow_empty=task.row_count == 0,
         )
 
-    def _oracle(self, path: str, task: HiddenTask) -> Execution:
-        key = (path, task.task_id, task.oracle_sql)
+    def _oracle(self, path: str, task: HiddenTask) -> Oracle:
+        key = (path, task.task_id, task.oracle_sql, task.ordered)
         with self._lock:
             known = self._oracles.get(key)
         if known is not None:
             return known
-        oracle = self._pool.execute(path, task.oracle_sql, self._limits)
-        if not oracle.complete:
-            reason = oracle.failure.message if oracle.failure else "its result is too long"
+        result = self._pool.execute(path, task.oracle_sql, self._limits)
+        if not result.complete:
+            # The failure's kind and not its text, which can quote the hidden SQL.
+            reason = result.failure.kind if result.failure else "its result is too long"
             raise OracleError(f"the oracle of task {task.task_id} did not run: {reason}")
+        ties: tuple[int, ...] = ()
+        if task.ordered:
+            ties = find_ties(
+                result, task.oracle_sql, lambda sql: self._pool.execute(path, sql, self._limits)
+            )
+        oracle = Oracle(result, ties)
         with self._lock:
             self._oracles[key] = oracle
             if len(self._oracles) > _KNOWN_ORACLES:

@@ -16,6 +16,7 @@ from hsql_env.sandbox.types import Failure, FailureKind, GuardProfile
 # SQLite's white space and comments; a block comment without an end runs to the end.
 _COMMENT = r"--[^\n]*|/\*(?:.*?\*/|.*\Z)"
 _BLANK = re.compile(rf"(?:[ \t\n\f\r\ufeff;]|{_COMMENT})*", re.DOTALL)
+_TEXT_NAME = re.compile(r'no such column: "(.*)" - should this be a string literal', re.DOTALL)
 _WORD = re.compile(r"[A-Za-z_]+")
 _QUERY_WORDS = frozenset({"SELECT", "WITH", "EXPLAIN"})
 _WRITE_WORDS = frozenset(
@@ -98,6 +99,7 @@ class StatementCheck:
         self.sql = sql
         self.statement = ""
         self.columns: tuple[str, ...] | None = None
+        self.explains = False
 
     def __call__(self, cursor: apsw.Cursor, statement: str, bindings: object) -> bool:
         """Accept the first statement; raise `Refused` on a write or on a second statement."""
@@ -109,8 +111,37 @@ class StatementCheck:
         if not cursor.is_readonly:
             raise Refused("not_read_only", "only read-only queries are allowed")
         self.statement = statement
+        self.explains = cursor.is_explain > 0
         self.columns = tuple(column[0] for column in cursor.get_description())
         return True
+
+
+def find_text_name(connection: apsw.Connection, sql: str) -> str:
+    """Return the first name in double quotes that SQLite read as text, "" if there is none.
+
+    SQLite does so where no column has the name. The statement is prepared once more under the
+    rule of standard SQL, by which that is an error, and not run.
+    """
+    if '"' not in sql:
+        return ""
+    cursor = connection.cursor()
+    cursor.exec_trace = _prepare_only
+    connection.config(apsw.SQLITE_DBCONFIG_DQS_DML, 0)
+    try:
+        cursor.execute(sql, can_cache=False)
+    except apsw.ExecTraceAbort:
+        return ""
+    except apsw.Error as error:
+        match = _TEXT_NAME.search(str(error))
+        return match.group(1) if match else ""
+    finally:
+        connection.config(apsw.SQLITE_DBCONFIG_DQS_DML, 1)
+        cursor.close(True)
+    return ""
+
+
+def _prepare_only(cursor: apsw.Cursor, statement: str, bindings: object) -> bool:
+    return False
 
 
 class Authorizer:

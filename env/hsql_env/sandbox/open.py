@@ -8,9 +8,17 @@ from urllib.parse import quote
 import apsw
 
 _LENGTH_BYTES = 128 * 1024 * 1024  # longest text or blob
+_SQL_BYTES = 16 * 1024 * 1024  # longest statement; the guard's limit on a policy's is lower
 _CACHE_KIB = 1024  # page cache; a worker keeps many databases open within one heap limit
+# Those on columns, arguments and compound queries are SQLite's defaults, which a build may have
+# raised: a lower one would refuse the schema of a database that is within them.
 _LIMITS = {
     apsw.SQLITE_LIMIT_LENGTH: _LENGTH_BYTES,
+    apsw.SQLITE_LIMIT_SQL_LENGTH: _SQL_BYTES,
+    apsw.SQLITE_LIMIT_COLUMN: 2000,
+    apsw.SQLITE_LIMIT_COMPOUND_SELECT: 500,
+    apsw.SQLITE_LIMIT_FUNCTION_ARG: 1000,
+    apsw.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 10_000,
     apsw.SQLITE_LIMIT_EXPR_DEPTH: 500,
     apsw.SQLITE_LIMIT_VDBE_OP: 2_000_000,
     apsw.SQLITE_LIMIT_ATTACHED: 0,
@@ -40,7 +48,7 @@ def open_readonly(path: str | os.PathLike[str]) -> apsw.Connection:
     connection.config(apsw.SQLITE_DBCONFIG_TRUSTED_SCHEMA, 0)
     for limit, value in _LIMITS.items():
         connection.limit(limit, value)
-    connection.execute("PRAGMA temp_store = MEMORY")
+    connection.execute("PRAGMA temp_store = MEMORY")  # sorts and such: within the heap limit
     connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
     _connect_virtual_tables(connection)
     return connection

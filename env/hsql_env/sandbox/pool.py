@@ -16,7 +16,8 @@ from types import ModuleType, TracebackType
 from typing import Self
 
 from hsql_env.sandbox import worker as worker_module
-from hsql_env.sandbox.open import FileIdentity, file_identity
+from hsql_env.sandbox.backend import identity
+from hsql_env.sandbox.open import FileIdentity
 from hsql_env.sandbox.types import Execution, Failure, FailureKind, GuardProfile, Limits, Table
 from hsql_env.sandbox.worker import ExecuteRequest, TablesRequest
 
@@ -162,7 +163,7 @@ class SandboxPool:
     def tables(self, path: str, wall_s: float = 60.0) -> tuple[Table, ...] | Failure:
         """Return every table and view of the database, kept in memory by file identity."""
         try:
-            key = (path, file_identity(path))
+            key = (path, identity(path))
         except OSError:
             return Failure("infrastructure", "the database file: No such file or directory")
         with self._lock:

@@ -33,6 +33,7 @@ class Limits:
     wall_s: float = 60.0  # seconds; enforced from outside by killing the worker
     rows: int = 50  # rows kept
     max_rows: int = 1_000_000  # rows counted; past it the total is a lower bound
+    count_s: float = 5.0  # seconds for counting the rows that are not kept, likewise
     memory_mb: int = 1024  # SQLite's heap, MiB
     result_mb: int = 64  # kept rows, MiB
     sql_chars: int = 100_000
@@ -53,7 +54,8 @@ class Execution:
     columns: tuple[str, ...] = ()
     rows: tuple[Row, ...] = ()
     total_rows: int = 0
-    total_exact: bool = True  # False: counting stopped at `Limits.max_rows`
+    total_exact: bool = True  # False: counting stopped at `Limits.max_rows` or `count_s`
+    text_name: str = ""  # a name in double quotes that is none, so that SQLite read it as text
     failure: Failure | None = None
     elapsed_s: float = 0.0
 

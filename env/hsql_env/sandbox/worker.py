@@ -6,6 +6,7 @@ in-process interrupt, so the parent kills the process.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -20,8 +21,15 @@ from typing import Any, NamedTuple
 
 import apsw
 
+from hsql_env.sandbox.backend import Backend, Dialect, dialect
 from hsql_env.sandbox.decode import select_decoded
-from hsql_env.sandbox.guard import Authorizer, Refused, StatementCheck, check_text
+from hsql_env.sandbox.guard import (
+    Authorizer,
+    Refused,
+    StatementCheck,
+    check_text,
+    find_text_name,
+)
 from hsql_env.sandbox.introspect import read_tables
 from hsql_env.sandbox.open import FileIdentity, file_identity, open_readonly
 from hsql_env.sandbox.types import Execution, Failure, GuardProfile, Limits, Row, Table
@@ -52,6 +60,39 @@ class _Handle(NamedTuple):
 
 
 class Worker:
+    """The backends of this process, and the requests they answer."""
+
+    def __init__(self) -> None:
+        self._backends: dict[Dialect, Backend] = {"SQLite": SqliteBackend()}
+
+    def answer(self, request: ExecuteRequest | TablesRequest) -> Iterator[object]:
+        """Yield the replies to one request, in order."""
+        backend = self._backend(request.path)
+        if isinstance(request, TablesRequest):
+            yield backend.tables(request.path)
+            return
+        for sql in request.sqls:
+            yield backend.execute(request.path, sql, request.limits, request.guard)
+
+    def _backend(self, locator: str) -> Backend:
+        kind = dialect(locator)
+        if kind not in self._backends:
+            self._backends[kind] = _server_backend(kind)
+        return self._backends[kind]
+
+
+def _server_backend(kind: Dialect) -> Backend:
+    # Imported here, because their drivers are optional extras and take time to load.
+    if kind == "BigQuery":
+        from hsql_env.sandbox.bigquery import BigQueryBackend
+
+        return BigQueryBackend()
+    from hsql_env.sandbox.postgres.backend import PostgresBackend
+
+    return PostgresBackend()
+
+
+class SqliteBackend:
     """Open databases (least recently used ones are closed) and the limits now in force."""
 
     def __init__(self) -> None:
@@ -59,15 +100,8 @@ class Worker:
         self._memory_mb = -1
         self._base_bytes = _address_space()
 
-    def answer(self, request: ExecuteRequest | TablesRequest) -> Iterator[object]:
-        """Yield the replies to one request, in order."""
-        if isinstance(request, TablesRequest):
-            yield self._tables(request.path)
-            return
-        for sql in request.sqls:
-            yield self._execute(request.path, sql, request.limits, request.guard)
-
-    def _execute(self, path: str, sql: str, limits: Limits, guard: GuardProfile) -> Execution:
+    def execute(self, path: str, sql: str, limits: Limits, guard: GuardProfile) -> Execution:
+        """Execute one read-only statement on the file at `path`."""
         start = time.perf_counter()
         refused = check_text(sql, guard, limits.sql_chars)
         if refused is not None:
@@ -79,10 +113,11 @@ class Worker:
         except Exception as error:  # every failure of a query is a value
             failure = _failure(error, self._handles.get(path))
             if failure.kind == "memory":
-                self._close(path)
+                self._close_all()  # their caches are within the same limit
             return Execution(failure=failure, elapsed_s=time.perf_counter() - start)
 
-    def _tables(self, path: str) -> tuple[Table, ...] | Failure:
+    def tables(self, path: str) -> tuple[Table, ...] | Failure:
+        """Describe every table and view of the file at `path`."""
         try:
             handle = self._open(path)
             handle.connection.authorizer = None  # our own statements, not the policy's
@@ -114,6 +149,10 @@ class Worker:
         if handle is not None:
             handle.connection.close()
 
+    def _close_all(self) -> None:
+        for path in list(self._handles):
+            self._close(path)
+
     def _limit_memory(self, memory_mb: int) -> None:
         """Bound SQLite's heap, and the whole process a little above it as a backstop."""
         if memory_mb == self._memory_mb:
@@ -129,36 +168,40 @@ def _run(handle: _Handle, sql: str, limits: Limits, start: float) -> Execution:
     cursor = handle.connection.cursor()
     cursor.exec_trace = check
     try:
-        rows, total = _fetch(cursor.execute(sql), limits)
+        rows, total, exact = _fetch(cursor.execute(sql), limits)
     except UnicodeDecodeError:
-        decoded = select_decoded(handle.connection, check.statement, check.columns or ())
-        rows, total = _fetch(decoded, limits)
+        if check.columns is None or check.explains:  # no value of a query that can be decoded
+            raise Refused("sql_error", "a name or a plan holds text that is not UTF-8") from None
+        decoded = select_decoded(handle.connection, check.statement, check.columns)
+        rows, total, exact = _fetch(decoded, limits)
     finally:
         cursor.close(True)
     return Execution(
         columns=check.columns or (),
         rows=tuple(rows),
         total_rows=total,
-        total_exact=total < limits.max_rows,
+        total_exact=exact,
+        text_name=find_text_name(handle.connection, sql),
         elapsed_s=time.perf_counter() - start,
     )
 
 
-def _fetch(cursor: Iterator[Any], limits: Limits) -> tuple[list[Row], int]:
-    """Return the first rows and the number of all rows, counted up to the bound."""
+def _fetch(cursor: Iterator[Any], limits: Limits) -> tuple[list[Row], int, bool]:
+    """Return the first rows, the number of all rows, and whether they were counted to the end."""
     rows: list[Row] = []
     room = limits.result_mb * _MIB
-    total = 0
-    for row in cursor:
+    for row in itertools.islice(cursor, limits.rows):
+        room -= sum(len(cell) for cell in row if isinstance(cell, str | bytes)) + 8 * len(row)
+        if room < 0:
+            raise Refused("too_large", f"the result is larger than {limits.result_mb} MiB")
+        rows.append(row)
+    total = len(rows)
+    deadline = time.monotonic() + limits.count_s
+    for _ in cursor:
         total += 1
-        if total <= limits.rows:
-            room -= sum(len(cell) for cell in row if isinstance(cell, str | bytes)) + 8 * len(row)
-            if room < 0:
-                raise Refused("too_large", f"the result is larger than {limits.result_mb} MiB")
-            rows.append(row)
-        elif total >= limits.max_rows:
-            break
-    return rows, total
+        if total >= limits.max_rows or time.monotonic() > deadline:
+            return rows, total, False
+    return rows, total, True
 
 
 def _failure(error: Exception, handle: _Handle | None) -> Failure:
@@ -195,6 +238,7 @@ def serve(pipe: Connection) -> None:
     """Answer requests until the pipe closes. The process's main function."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash writes no file either
     threading.Thread(target=_die_with_parent, daemon=True).start()
     worker = Worker()
     try:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import time
+from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import aiohttp
 from pydantic import ValidationError
@@ -27,6 +30,12 @@ M = TypeVar("M", bound=Wire)
 
 _ATTEMPTS = 3  # of a request whose connection failed
 _RETRY_SECONDS = 0.2
+_BUSY_SECONDS = 1.0  # before a busy service is asked again, where it does not say
+_JITTER = 0.25  # of a wait, so that many clients do not come back at once
+# A service behind a proxy is also busy or gone when the proxy says so, in a body of its own.
+_BUSY_STATUSES = frozenset({429, 502, 503, 504})
+_BUSY_KINDS = frozenset({"busy", "draining"})
+_UNIX = "unix:"
 _JSON = {"content-type": "application/json"}
 
 
@@ -41,15 +50,26 @@ class RequestRefused(RuntimeError):
 class AsyncEnvironment:
     """Episodes of one service. Use as an async context manager.
 
-    Requests may be sent again safely: a step is identified by its turn. Every method raises
-    `RequestRefused` for a request that the service refuses, and `InfrastructureError` when the
-    service or its sandbox failed, or did not answer in `timeout_s` seconds.
+    Requests may be sent again safely: a step is identified by its turn. They are sent again when
+    the connection failed, and when the service has no room for them, after the seconds it asks for.
+    Every method raises `RequestRefused` for a request that the service refuses, which is never sent
+    again, and `InfrastructureError` when the service or its sandbox failed, or did not answer in
+    `timeout_s` seconds, all waits and attempts together.
     """
 
-    def __init__(self, url: str, timeout_s: float = 1200.0, connections: int = 256) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = 1200.0,
+        connections: int = 256,
+        token: str | None = None,
+    ) -> None:
+        """`url` is `http://host:port` or `unix:/path/of/a/socket`."""
         self._url = url.rstrip("/")
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._base = "http://localhost" if url.startswith(_UNIX) else self._url
+        self._timeout_s = timeout_s
         self._connections = connections
+        self._headers = _JSON | ({"authorization": f"Bearer {token}"} if token else {})
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -89,37 +109,63 @@ class AsyncEnvironment:
     def _session(self) -> aiohttp.ClientSession:
         """Return the connections, made in the event loop that uses them."""
         if self._http is None:
-            connector = aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=60.0)
             self._http = aiohttp.ClientSession(
-                connector=connector,
-                timeout=self._timeout,
-                headers=_JSON,
+                connector=_connector(self._url, self._connections),
+                headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         return self._http
 
     async def _ask(self, kind: type[M], method: str, path: str, body: Wire | None = None) -> M:
         data = body.model_dump_json().encode() if body else None
-        for attempt in range(1, _ATTEMPTS + 1):
+        deadline = time.monotonic() + self._timeout_s
+        failures = 0
+        while True:
             try:
-                async with self._session().request(method, self._url + path, data=data) as reply:
-                    return _read(kind, reply.status, await reply.read())
+                reply = await self._send(method, path, data, deadline - time.monotonic())
+                if not isinstance(reply, _Busy):
+                    return _read(kind, *reply)
+                wait, reason = reply
             except TimeoutError as error:
                 raise InfrastructureError(f"{method} {path} timed out") from error
             except aiohttp.ClientError as error:
-                if attempt == _ATTEMPTS:
-                    message = f"no answer from {self._url}: {error or type(error).__name__}"
-                    raise InfrastructureError(message) from error
-                await asyncio.sleep(_RETRY_SECONDS * attempt)
-        raise AssertionError("unreachable")
+                failures += 1
+                reason = f"no answer from {self._url}: {error or type(error).__name__}"
+                if failures == _ATTEMPTS:
+                    raise InfrastructureError(reason) from error
+                wait = _RETRY_SECONDS * failures
+            if time.monotonic() + wait > deadline:
+                raise InfrastructureError(f"{reason} (given up after {self._timeout_s:g} s)")
+            await asyncio.sleep(wait)
+
+    async def _send(
+        self, method: str, path: str, data: bytes | None, seconds: float
+    ) -> tuple[int, bytes] | _Busy:
+        """Send once; return status and body, or that the service has no room for the request."""
+        timeout = aiohttp.ClientTimeout(total=max(seconds, 0.001))
+        request = self._session().request(method, self._base + path, data=data, timeout=timeout)
+        async with request as reply:
+            content = await reply.read()
+            if reply.status in _BUSY_STATUSES and (reason := _busy_reason(reply.status, content)):
+                asked = retry_after_seconds(reply.headers.get("retry-after"), time.time())
+                return _Busy(asked * (1 + random.random() * _JITTER), reason)
+            return reply.status, content
+
+
+class _Busy(NamedTuple):
+    """The service has no room: ask again after so many seconds."""
+
+    wait_s: float
+    reason: str
 
 
 class Environment:
     """The same client for callers without an event loop."""
 
-    def __init__(self, url: str, timeout_s: float = 1200.0) -> None:
+    def __init__(self, url: str, timeout_s: float = 1200.0, token: str | None = None) -> None:
+        """As `AsyncEnvironment`'s."""
         self._runner = asyncio.Runner()
-        self._async = AsyncEnvironment(url, timeout_s)
+        self._async = AsyncEnvironment(url, timeout_s, token=token)
 
     def __enter__(self) -> Self:
         return self
@@ -152,6 +198,34 @@ class Environment:
     def finish(self, episode_id: str) -> Finished:
         """End the episode and return its verdict and calls."""
         return self._runner.run(self._async.finish(episode_id))
+
+
+def _connector(url: str, connections: int) -> aiohttp.BaseConnector:
+    if url.startswith(_UNIX):
+        path = url.removeprefix(_UNIX)
+        return aiohttp.UnixConnector(path, limit=connections, keepalive_timeout=60.0)
+    return aiohttp.TCPConnector(limit=connections, keepalive_timeout=60.0)
+
+
+def retry_after_seconds(header: str | None, now: float) -> float:
+    """Return the seconds that a Retry-After header asks for: a number, or a date after `now`."""
+    if header is None:
+        return _BUSY_SECONDS
+    if header.strip().isdecimal():
+        return float(header)
+    try:
+        return max(0.0, parsedate_to_datetime(header).timestamp() - now)
+    except ValueError:
+        return _BUSY_SECONDS
+
+
+def _busy_reason(status: int, content: bytes) -> str:
+    """Return why the service has no room, "" when it has answered otherwise."""
+    try:
+        problem = Problem.model_validate_json(content)
+    except ValidationError:
+        return f"the service answered {status}"
+    return problem.message if problem.kind in _BUSY_KINDS else ""
 
 
 def _read(kind: type[M], status: int, content: bytes) -> M:

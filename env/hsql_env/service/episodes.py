@@ -1,35 +1,26 @@
-"""The episodes of one service process: start, step, finish. Blocking; called from threads."""
+"""The episodes of one service process: start, step, finish, expire. Blocking: call from threads."""
 
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from http import HTTPStatus
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
 
 from hsql_env.harness import TOOLS, Episode, EpisodeConfig, InfrastructureError, Verifier
 from hsql_env.records import Database, Task
 from hsql_env.sandbox import SandboxPool
-from hsql_env.service.wire import Finished, Health, ProblemKind, Started, Stepped
+from hsql_env.service.log import Log
+from hsql_env.service.metrics import Metrics
+from hsql_env.service.problems import RequestError
+from hsql_env.service.wire import Finished, Health, Started, Stepped
 
-_REMEMBERED = 4096  # finished episodes whose reply can be asked for again
-
-_STATUS: Mapping[ProblemKind, HTTPStatus] = {
-    "not_found": HTTPStatus.NOT_FOUND,
-    "conflict": HTTPStatus.CONFLICT,
-    "invalid": HTTPStatus.UNPROCESSABLE_ENTITY,
-    "infrastructure": HTTPStatus.SERVICE_UNAVAILABLE,
-}
-
-
-class RequestError(Exception):
-    """A request that cannot be served, with its kind and the reason."""
-
-    def __init__(self, kind: ProblemKind, message: str) -> None:
-        super().__init__(message)
-        self.kind: ProblemKind = kind
-        self.status = _STATUS[kind]
+T = TypeVar("T")
+_REMEMBERED = 4096  # finished episodes whose reply can be asked for again, and expired ones
+_LOGGED_ID = 8  # characters of an episode's id: enough to follow it, too few to act in it
 
 
 class _Live:
@@ -37,7 +28,8 @@ class _Live:
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # held while a request runs
+        self.touched = time.monotonic()
         self.last: tuple[str, Stepped] | None = None
 
 
@@ -50,15 +42,26 @@ class EpisodeStore:
         databases: Mapping[str, Database],
         pool: SandboxPool,
         config: EpisodeConfig,
+        metrics: Metrics,
+        log: Log,
+        idle_s: float = 1800.0,
+        max_episodes: int = 4096,
     ) -> None:
         """Raises `ValueError` for a task whose database is not among `databases`."""
         self._tasks = {task.public.task_id: task for task in tasks}
         self._databases = databases
         self._pool = pool
         self._config = config
+        self._metrics = metrics
+        self._log = log
+        self._idle_s = idle_s
+        self._max_episodes = max_episodes
         self._verifier = Verifier(pool, config.verify_limits)
+        self._lock = threading.Lock()  # of the three below
         self._live: dict[str, _Live] = {}
         self._finished: OrderedDict[str, Finished] = OrderedDict()
+        self._expired: OrderedDict[str, None] = OrderedDict()
+        metrics.gauge("hsql_episodes_live", "Episodes in progress", lambda: len(self._live))
         for task in self._tasks.values():
             if task.public.database_id not in databases:
                 raise ValueError(
@@ -83,13 +86,17 @@ class EpisodeStore:
         database = self._databases[task.public.database_id]
         episode = Episode(task, database, self._pool, self._config, self._verifier)
         episode_id = uuid.uuid4().hex
-        self._live[episode_id] = _Live(episode)
+        with self._lock:
+            if len(self._live) >= self._max_episodes:
+                raise RequestError("busy", f"{len(self._live)} episodes are live already")
+            self._live[episode_id] = _Live(episode)
+        self._metrics.started.inc()
+        self._log("episode_started", episode=episode_id[:_LOGGED_ID], task=task_id)
         return Started(episode_id=episode_id, messages=tuple(episode.reset()), tools=TOOLS)
 
     def step(self, episode_id: str, turn: int, content: str) -> Stepped:
         """Run a turn once, however often it is sent. Raises `RequestError`."""
-        live = self._find(episode_id)
-        with live.lock:
+        with self._hold(episode_id) as live:
             done = live.episode.turns
             if turn == done and live.last is not None and live.last[0] == content:
                 return live.last[1]
@@ -97,31 +104,92 @@ class EpisodeStore:
                 raise _over(live.episode)
             if turn != done + 1:
                 raise RequestError("conflict", f"turn {done + 1} is next, not turn {turn}")
-            reply = _step(live.episode, content)
+            self._metrics.steps.inc()
+            try:
+                reply = _step(live.episode, content)
+            except Exception:
+                self._note_spoiled(episode_id, live.episode)
+                raise
             live.last = (content, reply)
             return reply
 
     def finish(self, episode_id: str) -> Finished:
         """End an episode and judge it; asked again, answer the same. Raises `RequestError`."""
-        known = self._finished.get(episode_id)
+        with self._lock:
+            known = self._finished.get(episode_id)
         if known is not None:
             return known
-        live = self._find(episode_id)
-        with live.lock:
-            if episode_id in self._finished:
-                return self._finished[episode_id]
+        with self._hold(episode_id) as live:
+            was_spoiled = bool(live.episode.infrastructure)
             reply = _finish(live.episode)
-            self._finished[episode_id] = reply
-            self._live.pop(episode_id, None)
-        if len(self._finished) > _REMEMBERED:
-            self._finished.popitem(last=False)
+            if not was_spoiled and reply.verdict.infrastructure:
+                self._note_spoiled(episode_id, live.episode)
+            with self._lock:
+                self._live.pop(episode_id, None)
+                _remember(self._finished, episode_id, reply)
+        self._metrics.finished.inc()
         return reply
 
-    def _find(self, episode_id: str) -> _Live:
+    def expire(self) -> None:
+        """Drop the episodes whose client has not been heard of for the idle time."""
+        oldest = time.monotonic() - self._idle_s
+        with self._lock:
+            idle = [key for key, live in self._live.items() if live.touched < oldest]
+        for episode_id in idle:
+            try:
+                with self._hold(episode_id):
+                    pass  # a request came in the meantime
+            except RequestError:
+                continue
+
+    @contextmanager
+    def _hold(self, episode_id: str) -> Iterator[_Live]:
+        """Lend a live episode to one request at a time. Raises `RequestError`."""
         live = self._live.get(episode_id)
         if live is None:
-            raise RequestError("not_found", f"unknown or finished episode: {episode_id}")
-        return live
+            raise self._gone(episode_id)
+        if not live.lock.acquire(blocking=False):
+            raise RequestError("busy", "the episode is busy with another request")
+        try:
+            if time.monotonic() - live.touched > self._idle_s:
+                self._drop(episode_id)
+            if episode_id not in self._live:  # finished or expired since it was looked up
+                raise self._gone(episode_id)
+            yield live
+        finally:
+            live.touched = time.monotonic()
+            live.lock.release()
+
+    def _drop(self, episode_id: str) -> None:
+        """Expire an episode that the caller holds."""
+        with self._lock:
+            if self._live.pop(episode_id, None) is None:
+                return
+            _remember(self._expired, episode_id, None)
+        self._metrics.expired.inc()
+        self._log("episode_expired", episode=episode_id[:_LOGGED_ID], idle_seconds=self._idle_s)
+
+    def _gone(self, episode_id: str) -> RequestError:
+        if episode_id in self._expired:
+            message = f"the episode expired: no request came for {self._idle_s:g} s"
+            return RequestError("not_found", message)
+        return RequestError("not_found", f"unknown or finished episode: {episode_id}")
+
+    def _note_spoiled(self, episode_id: str, episode: Episode) -> None:
+        self._metrics.spoiled.inc()
+        self._log(
+            "infrastructure",
+            episode=episode_id[:_LOGGED_ID],
+            task=episode.task.public.task_id,
+            message=episode.infrastructure,
+        )
+
+
+def _remember(known: OrderedDict[str, T], key: str, value: T) -> None:
+    """Keep a value, and of all values the latest ones only."""
+    known[key] = value
+    if len(known) > _REMEMBERED:
+        known.popitem(last=False)
 
 
 def _over(episode: Episode) -> RequestError:

@@ -15,8 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
+from hsql_env.service.config import TOKEN_VARIABLE
+
 _START_SECONDS = 30.0
 _STOP_SECONDS = 5.0
+_DRAIN_SECONDS = 3  # less than the wait for the child's end
 _SHOWN_LINES = 5
 
 
@@ -38,12 +41,16 @@ class ServiceProcess:
         workers: int = 2,
         options: Sequence[str] = (),
         start_s: float = _START_SECONDS,
+        token: str | None = None,
     ) -> None:
-        """`options` are further arguments of `hsql-env serve`."""
+        """`options` are further arguments of `hsql-env serve`; requests must carry a `token`."""
         self._command = [sys.executable, "-m", "hsql_env", "serve", "--stop-with-stdin"]
         self._command += ["--tasks", os.fspath(tasks), "--databases", os.fspath(databases)]
-        self._command += ["--port", "0", "--workers", str(workers), *options]
+        self._command += ["--port", "0", "--workers", str(workers)]
+        self._command += ["--drain-seconds", str(_DRAIN_SECONDS), "--log-level", "warning"]
+        self._command += options
         self._start_s = start_s
+        self._token = token
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as self
         self.url = ""
@@ -72,7 +79,7 @@ class ServiceProcess:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             start_new_session=True,
-            env=_environment(),
+            env=_environment(self._token),
         )
         line = self._first_line(self._process)
         try:
@@ -132,8 +139,10 @@ class ServiceProcess:
         return f"{what} (exit code {code}): {said}"
 
 
-def _environment() -> dict[str, str]:
-    """Return the child's environment: ours, with this package importable."""
+def _environment(token: str | None) -> dict[str, str]:
+    """Return the child's environment: ours, with this package importable and its own token."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    own = {TOKEN_VARIABLE: token} if token else {}
+    return {**inherited, **own, "PYTHONPATH": os.pathsep.join(paths)}

@@ -8,7 +8,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hsql_env.records import Call, Message, Verdict
 
-ProblemKind = Literal["not_found", "conflict", "invalid", "infrastructure"]
+ProblemKind = Literal[
+    "not_found",  # no such task, episode or address; or the episode expired
+    "conflict",  # the turn is not the next one, or the episode has ended
+    "invalid",  # the request is not as described in /openapi.json
+    "too_large",  # the body is over the limit
+    "unauthorized",  # the token is missing or wrong
+    "busy",  # a bound is reached: send it again after the seconds in Retry-After
+    "draining",  # the service is about to end: likewise
+    "infrastructure",  # the service or its sandbox failed, nobody's mistake
+]
 
 
 class Wire(BaseModel):
@@ -66,6 +75,12 @@ class Health(Wire):
     tasks: int
     databases: int
     episodes: int
+
+
+class Ready(Wire):
+    """The service takes new episodes."""
+
+    status: Literal["ready"]
 
 
 class Problem(Wire):

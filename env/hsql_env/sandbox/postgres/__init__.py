@@ -1,0 +1,1 @@
+"""PostgreSQL as a second environment plane: the same executions, failures and tables out."""

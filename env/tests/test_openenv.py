@@ -1,0 +1,305 @@
+"""The OpenEnv adapter as a real process, spoken to in its protocol and by its own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from conftest import call, make_task
+from test_sandbox import wait_until_dead
+
+from hsql_env.harness import TOOLS
+from hsql_env.records import Database, write_jsonl
+from hsql_env.service.client import Environment
+from hsql_env.service.launcher import ServiceProcess
+
+COUNT = "SELECT count(*) FROM city"
+
+
+@contextmanager
+def adapter(*options: str) -> Iterator[tuple[str, int]]:
+    """Run `hsql-env openenv`; give its address and process id."""
+    command = [sys.executable, "-m", "hsql_env", "openenv", "--port", "0", *options]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            with selectors.DefaultSelector() as selector:
+                selector.register(process.stdout, selectors.EVENT_READ)
+                assert selector.select(30), "the adapter said nothing"
+            ready = json.loads(process.stdout.readline())
+            assert ready["pid"] == process.pid
+            yield ready["url"], process.pid
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(10) == 0
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory, city_path: str) -> tuple[str, str]:
+    """A tasks file and a databases file."""
+    folder = tmp_path_factory.mktemp("openenv")
+    database = Database(database_id="city", path=city_path, sha256="0" * 64)
+    write_jsonl(folder / "databases.jsonl", [database])
+    tasks = [make_task("SELECT 2 + 1", task_id=f"t{i}") for i in range(3)]
+    tasks.append(make_task("SELECT hidden_column", task_id="broken"))
+    write_jsonl(folder / "tasks.jsonl", tasks)
+    return str(folder / "tasks.jsonl"), str(folder / "databases.jsonl")
+
+
+@pytest.fixture(scope="module")
+def service(files: tuple[str, str]) -> Iterator[ServiceProcess]:
+    """The environment service behind the adapter."""
+    with ServiceProcess(*files, workers=1, options=["--max-turns", "3"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def url(files: tuple[str, str], service: ServiceProcess) -> Iterator[str]:
+    """The address of an adapter."""
+    with adapter("--tasks", files[0], "--service", service.url) as (address, _):
+        yield address
+
+
+Ask = Callable[..., Awaitable[dict[str, Any]]]
+
+
+def converse(url: str, talk: Callable[[Ask], Awaitable[None]]) -> None:
+    """Open a session and talk in it."""
+
+    async def run() -> None:
+        async with aiohttp.ClientSession() as http, http.ws_connect(url + "/ws") as socket:
+
+            async def ask(kind: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
+                message = {"type": kind} if data is None else {"type": kind, "data": data}
+                await socket.send_json(message)
+                reply = await socket.receive_json(timeout=30)
+                assert set(reply) == {"type", "data"}
+                return dict(reply)
+
+            await talk(ask)
+
+    asyncio.run(run())
+
+
+def test_an_episode_in_a_session(url: str) -> None:
+    async def talk(ask: Ask) -> None:
+        assert (await ask("state"))["data"] == {
+            "episode_id": None, "step_count": 0, "task_id": None, "done": False,
+        }  # fmt: skip
+        first = await ask("reset", {"task_id": "t1", "episode_id": "mine"})
+        assert first["type"] == "observation"
+        assert (first["data"]["reward"], first["data"]["done"]) == (None, False)
+        seen = first["data"]["observation"]
+        assert [message["role"] for message in seen["messages"]] == ["system", "user"]
+        assert (seen["task_id"], seen["tools"], seen["verdict"]) == ("t1", TOOLS, None)
+
+        step = await ask("step", {"tool": "sql_exec", "arguments": {"query": COUNT}})
+        assert step["data"] == {
+            "observation": {
+                "task_id": "t1",
+                "messages": [{"role": "tool", "content": "count(*)\n3\n(1 row)"}],
+                "tools": [],
+                "truncated": False,
+                "verdict": None,
+            },
+            "reward": 0.0,
+            "done": False,
+        }
+        last = await ask("step", {"content": call("sql_submit", query=COUNT), "metadata": {}})
+        assert (last["data"]["reward"], last["data"]["done"]) == (1.0, True)
+        verdict = last["data"]["observation"]["verdict"]
+        assert (verdict["result_ok"], verdict["strict_ok"]) == (True, True)
+        assert (await ask("state"))["data"] == {
+            "episode_id": "mine", "step_count": 2, "task_id": "t1", "done": True,
+        }  # fmt: skip
+        over = await ask("step", {"content": "more"})
+        assert over == {
+            "type": "error",
+            "data": {"code": "SESSION_ERROR", "message": "no episode is in progress; reset first"},
+        }
+        again = await ask("reset", {"task_id": "t2"})
+        assert again["data"]["observation"]["task_id"] == "t2"
+        assert (await ask("state"))["data"]["step_count"] == 0
+
+    converse(url, talk)
+
+
+def test_a_budget_ends_the_episode(url: str) -> None:
+    async def talk(ask: Ask) -> None:
+        await ask("reset", {"task_id": "t0"})
+        for done in (False, False, True):
+            step = (await ask("step", {"tool": "sql_list_tables"}))["data"]
+            assert step["done"] is done
+        assert (step["reward"], step["observation"]["truncated"]) == (0.0, True)
+        assert step["observation"]["verdict"]["violations"]["no_submit"] == 1
+
+    converse(url, talk)
+
+
+def test_a_failure_of_the_harness_is_no_reward(url: str) -> None:
+    async def talk(ask: Ask) -> None:
+        await ask("reset", {"task_id": "broken"})
+        reply = await ask("step", {"tool": "sql_submit", "arguments": {"query": COUNT}})
+        assert reply == {
+            "type": "error",
+            "data": {
+                "code": "EXECUTION_ERROR",
+                "message": "the harness failed: the episode could not be judged",
+            },
+        }
+        assert (await ask("step", {"content": ""}))["data"]["code"] == "SESSION_ERROR"
+
+    converse(url, talk)
+
+
+def test_tasks_are_chosen_by_seed_or_in_turn(url: str) -> None:
+    async def talk(ask: Ask) -> None:
+        async def chosen(**data: Any) -> str:
+            return str((await ask("reset", data))["data"]["observation"]["task_id"])
+
+        assert [await chosen(seed=seed) for seed in (0, 1, 6, 6)] == ["t0", "t1", "t2", "t2"]
+        in_turn = [await chosen() for _ in range(4)]
+        assert sorted(in_turn) == ["broken", "t0", "t1", "t2"]
+
+    converse(url, talk)
+
+
+@pytest.mark.parametrize(
+    ("message", "code", "text"),
+    [
+        ("{", "INVALID_JSON", "a message must be a JSON text"),
+        ("[" * 100_000, "INVALID_JSON", "a message must be a JSON text"),
+        ("[]", "VALIDATION_ERROR", "a message is an object with type and data"),
+        ('{"type": "step", "data": 3}', "VALIDATION_ERROR",
+         "a message is an object with type and data"),
+        ('{"type": "fly"}', "UNKNOWN_TYPE", "unknown message type: fly"),
+        ('{"type": "step", "data": {"content": "x"}}', "SESSION_ERROR",
+         "no episode is in progress; reset first"),
+        ('{"type": "step", "data": {}}', "VALIDATION_ERROR",
+         "action: Value error, an action has either content or tool"),
+        ('{"type": "step", "data": {"content": "x", "tool": "y"}}', "VALIDATION_ERROR",
+         "action: Value error, an action has either content or tool"),
+        ('{"type": "step", "data": {"text": "x"}}', "VALIDATION_ERROR",
+         "text: Extra inputs are not permitted"),
+        ('{"type": "reset", "data": {"seed": -1}}', "VALIDATION_ERROR",
+         "seed: Input should be greater than or equal to 0"),
+        ('{"type": "reset", "data": {"task_id": "nosuch"}}', "SESSION_ERROR",
+         "unknown task: nosuch"),
+    ],
+)  # fmt: skip
+def test_bad_messages_leave_the_session_alive(url: str, message: str, code: str, text: str) -> None:
+    async def run() -> None:
+        async with aiohttp.ClientSession() as http, http.ws_connect(url + "/ws") as socket:
+            await socket.send_str(message)
+            reply = await socket.receive_json(timeout=30)
+            assert reply == {"type": "error", "data": {"code": code, "message": text}}
+            await socket.send_json({"type": "state"})
+            assert (await socket.receive_json(timeout=30))["type"] == "state"
+            await socket.send_json({"type": "close"})
+            assert (await socket.receive(timeout=30)).type is aiohttp.WSMsgType.CLOSE
+
+    asyncio.run(run())
+
+
+def test_a_session_that_ends_frees_its_episode(url: str, service: ServiceProcess) -> None:
+    async def talk(ask: Ask) -> None:
+        await ask("reset", {"task_id": "t0"})
+        await ask("reset", {"task_id": "t1"})
+        with_one = await asyncio.to_thread(episodes)
+        assert with_one == before + 1
+
+    def episodes() -> int:
+        with Environment(service.url) as env:
+            return env.health().episodes
+
+    before = episodes()
+    converse(url, talk)
+    for _ in range(100):
+        if episodes() == before:
+            return
+        asyncio.run(asyncio.sleep(0.02))
+    pytest.fail("the episode of a closed session is still alive")
+
+
+def test_pages_about_the_environment(url: str) -> None:
+    async def get(path: str) -> Any:
+        async with aiohttp.ClientSession() as http, http.get(url + path) as reply:
+            assert reply.status == 200
+            return await reply.json()
+
+    assert asyncio.run(get("/health")) == {"status": "healthy"}
+    assert asyncio.run(get("/metadata"))["name"] == "hsql-env"
+    schema = asyncio.run(get("/schema"))
+    assert set(schema) == {"action", "observation", "state"}
+    assert set(schema["action"]["properties"]) == {"content", "tool", "arguments", "metadata"}
+
+
+def test_the_adapter_starts_the_service_and_ends_it(files: tuple[str, str]) -> None:
+    with adapter("--tasks", files[0], "--databases", files[1], "--workers", "1") as (url, pid):
+
+        async def talk(ask: Ask) -> None:
+            await ask("reset", {"task_id": "t0"})
+            reply = await ask("step", {"tool": "sql_submit", "arguments": {"query": COUNT}})
+            assert reply["data"]["reward"] == 1.0
+
+        converse(url, talk)
+        children = [
+            int(child)
+            for path in Path(f"/proc/{pid}/task").glob("*/children")
+            for child in path.read_text().split()
+        ]
+        assert len(children) == 1
+    assert wait_until_dead(children)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "name either --databases or --service"),
+        (["--service", "http://127.0.0.1:9", "--databases", "x"],
+         "name either --databases or --service"),
+        (["--databases", "gone.jsonl"], "the service did not start (exit code 1): hsql-env: "
+         "[Errno 2] No such file or directory: 'gone.jsonl'"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(files: tuple[str, str], options: list[str], message: str) -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "hsql_env", "openenv", "--tasks", files[0], *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (said.returncode, said.stdout, said.stderr) == (1, "", f"hsql-env: {message}\n")
+
+
+def test_openenvs_own_client(url: str) -> None:
+    """Where it is installed: it brings dozens of packages, so it is no dependency of the tests."""
+    openenv = pytest.importorskip(
+        "openenv.core.generic_client", reason="openenv-core is not installed"
+    )
+    with openenv.GenericEnvClient(base_url=url).sync() as env:
+        first = env.reset(task_id="t2", seed=3)
+        assert (first.reward, first.done) == (None, False)
+        assert first.observation["messages"][1]["content"] == "How many?"
+        step = env.step({"tool": "sql_exec", "arguments": {"query": COUNT}})
+        assert (step.reward, step.done) == (0.0, False)
+        assert step.observation["messages"][0]["content"] == "count(*)\n3\n(1 row)"
+        assert env.state()["step_count"] == 1
+        with pytest.raises(RuntimeError, match=r"either content or tool \(code: VALIDATION_ERROR"):
+            env.step({})
+        last = env.step({"content": call("sql_submit", query=COUNT)})
+        assert (last.reward, last.done) == (1.0, True)
+        assert last.observation["verdict"]["protocol_ok"] is True
