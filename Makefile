@@ -14,7 +14,7 @@ setup: .venv/.installed ## create .venv with the pinned dependencies and both pa
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
 
-# Large pages for what XLA allocates at every step: a fifth faster where Linux offers them.
+# Large pages for what XLA allocates at every step, where Linux offers them.
 demo: .venv/.installed ## run the whole loop on this machine (options: make demo ARGS="--seed 1")
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/hsql demo $(ARGS)
 

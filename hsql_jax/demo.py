@@ -320,8 +320,10 @@ def refine(
     params: Any,
 ) -> Any:
     """SFT goes on: corrections with loss on the teacher's turns, and whole trajectories again."""
-    plain = round(run.config.corrections.plain * len(corrections)) if corrections else 10**9
-    again = random.Random(run.config.seed).sample(trajectories, min(plain, len(trajectories)))
+    plain = len(trajectories)  # all of them where there is nothing to mend
+    if corrections:
+        plain = min(plain, round(run.config.corrections.plain * len(corrections)))
+    again = random.Random(run.config.seed).sample(trajectories, plain)
     return supervised(
         run,
         "refine",

@@ -144,11 +144,8 @@ def run_stage(
         counts = stream.counts
         log.print(
             f"{name}: {counts.kept} examples in rows of {config.row_tokens} tokens, "
-            f"{stream.fill:.0%} full; {counts.too_long} longer ones left out"
-            + (
-                f", {counts.without_policy_tokens} without a loss"
-                * (counts.without_policy_tokens > 0)
-            )
+            f"{stream.fill:.0%} full; {counts.too_long} longer ones left out, "
+            f"{counts.without_policy_tokens} without a loss"
         )
         if done == 0:
             log.write(name, 0, {"fill": stream.fill, "dropped": counts.too_long})

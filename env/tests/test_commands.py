@@ -15,8 +15,9 @@ import pytest
 from conftest import build_database, make_task
 
 from hsql_env.cli import main
-from hsql_env.commands.play import Quit, Say, ToolCall, read_line, tool_turn
+from hsql_env.commands.play import Quit, Say, ToolCall, read_line
 from hsql_env.harness import parse_turn
+from hsql_env.harness.tools import tool_call_text
 from hsql_env.records import Database, write_jsonl
 
 ORACLE = "SELECT sum(1) FROM city"
@@ -179,7 +180,7 @@ def test_typed_lines(line: str, asked: ToolCall | Say | Quit) -> None:
 
 def test_a_typed_query_reaches_the_parser_unchanged() -> None:
     query = "SELECT '</tool_call>', \"ø\"\nFROM t -- \\ %"
-    (parsed,) = parse_turn(tool_turn(ToolCall("sql_exec", {"query": query}))).calls
+    (parsed,) = parse_turn(tool_call_text("sql_exec", {"query": query})).calls
     assert (parsed.name, parsed.arguments, parsed.error) == ("sql_exec", {"query": query}, "")
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from hsql_env.harness.tools import tool_call_text
 from hsql_env.records import HiddenTask, Message, PublicTask, Task
-from hsql_env.teacher.scripted import Habits, ScriptedTeacher, tool_call_text
+from hsql_env.teacher.scripted import Habits, ScriptedTeacher
 
 ORACLE = "SELECT COUNT(*) FROM ship WHERE quay = 'NORTH'"
 ATTEMPT = "SELECT COUNT(*) FROM ship WHERE quay = 'north'"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 from hsql_env.commands import CommandError
 from hsql_env.harness import TOOLS, Episode, EpisodeConfig, InfrastructureError
+from hsql_env.harness.tools import tool_call_text
 from hsql_env.records import Database, Task, Verdict, read_jsonl
 from hsql_env.sandbox import GuardProfile, SandboxPool
 
@@ -104,12 +104,6 @@ def read_line(line: str) -> ToolCall | Say | Quit:
     return Say(HELP if word in ("help", "?") else f"unknown command: {word}; try help")
 
 
-def tool_turn(call: ToolCall) -> str:
-    """Return the turn of a policy that makes this call."""
-    body = json.dumps({"name": call.tool, "arguments": call.arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{body}\n</tool_call>"
-
-
 def describe_verdict(verdict: Verdict) -> str:
     """Return the verdict in words, one line a fact. Nothing in it tells the oracle."""
     if verdict.infrastructure:
@@ -147,7 +141,7 @@ def _play(episode: Episode, task: Task) -> None:
             _print(asked.text)
             continue
         try:
-            result = episode.step(tool_turn(asked))
+            result = episode.step(tool_call_text(asked.tool, asked.arguments))
         except InfrastructureError as error:
             _print(f"the harness failed: {error}")
             return

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hsql_env.harness.parse import ParsedCall
@@ -100,3 +101,9 @@ _CHECKS: dict[str, tuple[frozenset[str], Callable[[dict[str, Any]], str]]] = {
     "sql_exec": (frozenset({"query", "limit"}), _check_exec),
     "sql_submit": (frozenset({"query"}), _check_query),
 }
+
+
+def tool_call_text(tool: str, arguments: Mapping[str, Any]) -> str:
+    """Return a tool call exactly as Qwen3 emits it."""
+    body = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{body}\n</tool_call>"

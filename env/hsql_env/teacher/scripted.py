@@ -9,7 +9,6 @@ follows an error is always a good recovery.
 from __future__ import annotations
 
 import difflib
-import json
 import random
 import re
 from collections.abc import Generator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from pydantic import ConfigDict, ValidationError
 
+from hsql_env.harness.tools import tool_call_text
 from hsql_env.records import Message, PublicTask, Record, Task
 
 ERROR = "Error:"  # how the observation of a failed execution begins
@@ -125,12 +125,6 @@ class ScriptedSession:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def tool_call_text(tool: str, arguments: Mapping[str, Any]) -> str:
-    """Return a tool call exactly as Qwen3 emits it."""
-    body = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{body}\n</tool_call>"
 
 
 @dataclass(frozen=True)
