@@ -31,9 +31,10 @@ def demo() -> DemoConfig:
             remat="none",
         ),
         warmup=StageConfig(steps=400, rows=2, row_tokens=512, optim=constant),
-        sft=StageConfig(steps=1000, rows=4, row_tokens=256, optim=constant),
-        refine=StageConfig(steps=500, rows=4, row_tokens=288, optim=optim),
+        sft=StageConfig(steps=1400, rows=4, row_tokens=256, optim=constant),
+        refine=StageConfig(steps=1200, rows=4, row_tokens=288, optim=optim),
         rl=RlConfig(
+            iterations=6,
             optim=OptimConfig(
                 name="adamw",
                 learning_rate=2e-4,
@@ -41,7 +42,7 @@ def demo() -> DemoConfig:
                 b2=0.99,
                 schedule="linear",
                 warmup=0.2,
-            )
+            ),
         ),
     )
 

@@ -320,10 +320,8 @@ def refine(
     params: Any,
 ) -> Any:
     """SFT goes on: corrections with loss on the teacher's turns, and whole trajectories again."""
-    plain = len(trajectories)  # all of them where there is nothing to mend
-    if corrections:
-        plain = min(plain, round(run.config.corrections.plain * len(corrections)))
-    again = random.Random(run.config.seed).sample(trajectories, plain)
+    others = run.config.corrections.others
+    again = review(trajectories, corrections, others, random.Random(run.config.seed))
     return supervised(
         run,
         "refine",
@@ -334,6 +332,24 @@ def refine(
         ],
         lambda: params,
     )
+
+
+def review(
+    trajectories: Sequence[Trajectory],
+    corrections: Sequence[Trajectory],
+    others: float,
+    rng: random.Random,
+) -> list[Trajectory]:
+    """Whole trajectories of the tasks that were mended, and of `others` times as many other tasks.
+
+    All of them where there was nothing to mend.
+    """
+    mended = {correction.task.task_id for correction in corrections}
+    if not mended:
+        return list(trajectories)
+    rest = [t for t in trajectories if t.task.task_id not in mended]
+    chosen = rng.sample(rest, min(len(rest), round(others * len(mended))))
+    return [t for t in trajectories if t.task.task_id in mended] + chosen
 
 
 def supervised(

@@ -28,15 +28,15 @@ class TaskConfig:
 class CorrectionConfig:
     """The policy's own mistakes after `sft`, mended by the teacher, for `refine`."""
 
-    tasks: int = 1200  # training tasks played once, until the first visible mistake
+    tasks: int = 3000  # training tasks played once, until the first visible mistake
     temperature: float = 1.0
-    plain: float = 2.0  # whole teacher trajectories in `refine`, a correction
+    others: float = 1.0  # other tasks that `refine` repeats, a mended one
 
     def __post_init__(self) -> None:
-        if self.tasks < 1 or self.temperature < 0 or self.plain < 0:
+        if self.tasks < 1 or self.temperature < 0 or self.others < 0:
             raise ValueError(
-                f"corrections: tasks = {self.tasks}, temperature = {self.temperature}, plain = "
-                f"{self.plain}: play at least one task, and nothing below zero"
+                f"corrections: tasks = {self.tasks}, temperature = {self.temperature}, others = "
+                f"{self.others}: play at least one task, and nothing below zero"
             )
 
 

@@ -30,7 +30,8 @@ _GLUE = """
     no such column table view row rows shown
 """
 
-_IDENTIFIER = re.compile(r"[^\W_]+(?:_[^\W_]+)+")
+# Foreign keys are not among them: a model that copies a table's name can then write its key.
+_IDENTIFIER = re.compile(r"[^\W_]+(?:_[^\W_]+)+(?!\w)(?<!_id)")
 
 
 def frequent_fragments(
@@ -87,7 +88,7 @@ def train_tokenizer(
 
     Fragments match first, longest first; one with a control token in it becomes a control token
     itself, so it is found in the chat format and never in a message's text. Then come identifiers
-    with underscores and words seen at least `min_count` times. Raises ValueError where the
+    with underscores (`city_id` is a word and `_id`) and words seen at least `min_count` times. Raises ValueError where the
     fragments alone exceed `max_vocab`.
     """
     corpus = list(texts)
@@ -121,13 +122,15 @@ def _frequent_pieces(
 def _splitter(wholes: Iterable[str]) -> pre_tokenizers.PreTokenizer:
     """Split into whole strings, words, digits in pairs and runs of other characters, in this order.
 
+    An underscore goes with the word after it.
+
     A whole string that begins or ends inside a word does not match there.
     """
     ordered = sorted(set(wholes))
     branches = [_alternation([text for text in ordered if not _is_wordlike(text[0])])]
     if starting := [text for text in ordered if _is_wordlike(text[0])]:
         branches.append(r"(?<!\w)" + _alternation(starting))
-    branches += [r"[\p{L}\p{M}]+", r"\p{N}{1,2}", r"[^\s\p{L}\p{M}\p{N}]+", r"\s+"]
+    branches += [r"_?[\p{L}\p{M}]+", r"\p{N}{1,2}", r"[^\s\p{L}\p{M}\p{N}]+", r"\s+"]
     return pre_tokenizers.Split(Regex("|".join(branches)), "isolated")
 
 

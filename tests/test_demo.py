@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import math
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hsql_env.records import Task, Trajectory, read_jsonl
 from hsql_env.teacher.takeover import first_mistake
 from hsql_jax.chat import ChatRenderer, load_tokenizer
 from hsql_jax.config import load_config, to_json
+from hsql_jax.demo import review
 from hsql_jax.metrics import read_metrics
 from hsql_jax.sft import full_example
 
@@ -64,6 +66,7 @@ def test_the_whole_loop(tmp_path: Path, compiled: Path) -> None:
     check_nothing_hidden_is_shown(folder, tasks)
     check_mask(folder)
     check_corrections(folder, tasks)
+    check_review(folder)
     check_summary(folder, summary)
     check_report(folder, summary)
 
@@ -239,6 +242,19 @@ def check_mask(folder: Path) -> None:
     own = [m.content + "<|im_end|>" for m in trajectory.messages if m.role == "assistant"]
     assert len(own) == trajectory.turns > 2
     assert tokenizer.decode(np.asarray(ids)[np.asarray(mask) == 1]) == "".join(own)
+
+
+def check_review(folder: Path) -> None:
+    """`refine` repeats the mended tasks and as many others as asked."""
+    trajectories = list(read_jsonl(folder / "data" / "corpus.jsonl", Trajectory))
+    mended = trajectories[3:6]
+    chosen = review(trajectories, mended, 2.0, random.Random(0))
+    assert chosen[:3] == mended
+    others = [t.trajectory_id for t in chosen[3:]]
+    assert len(set(others)) == 6
+    assert not set(others) & {t.trajectory_id for t in mended}
+    assert review(trajectories, [], 2.0, random.Random(0)) == trajectories
+    assert len(review(trajectories, mended, 1e6, random.Random(0))) == len(trajectories)
 
 
 def check_corrections(folder: Path, tasks: list[Task]) -> None:

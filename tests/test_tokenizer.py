@@ -45,7 +45,7 @@ def test_awkward_text_round_trips(tiny: PreTrainedTokenizerFast, text: str) -> N
     assert round_trip(tiny, text) == text
 
 
-@pytest.mark.parametrize("word", ["city", "France", "Zürich", "東京", "city_id"])
+@pytest.mark.parametrize("word", ["city", "France", "Zürich", "東京", "_id"])
 @pytest.mark.parametrize(
     "around",
     ["{}", " {} ", "'{}'", '"{}"', "({})", ".{}.", "[{}]", "SELECT {} FROM", " | {}\n", " = '{}'"],
@@ -54,6 +54,13 @@ def test_a_word_is_one_token_wherever_it_stands(
     tiny: PreTrainedTokenizerFast, word: str, around: str
 ) -> None:
     assert pieces(tiny, around.format(word)).count(word) == 1
+
+
+def test_a_foreign_key_is_its_tables_name_and_a_suffix(tmp_path: Path) -> None:
+    text = "city_id, net_width, order_item_id"
+    tokenizer = load_tokenizer(train_tokenizer([text] * 3, [], tmp_path, 400, 2))
+    keys = ["city", "_id", ",", " ", "net_width", ",", " ", "order", "_item", "_id"]
+    assert pieces(tokenizer, text) == keys
 
 
 def test_fragments_do_not_break_words(tmp_path: Path) -> None:
