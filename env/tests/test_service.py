@@ -91,6 +91,24 @@ def test_steps_and_finish_are_idempotent(env: Environment) -> None:
     assert caught.value.kind == "not_found"
 
 
+def test_compaction_over_the_wire(env: Environment) -> None:
+    """What a client with a context budget holds is what the service counts."""
+    started = env.start("t1", context_chars=6_000)
+    context = [message.content for message in started.messages]
+    compacted = 0
+    for turn in range(1, 4):
+        written = call("sql_exec", query=f"SELECT {turn}, hex(zeroblob(140)) FROM note, city, note")
+        stepped = env.step(started.episode_id, turn, written)
+        context += [written, *(message.content for message in stepped.messages)]
+        for change in stepped.compacted:
+            context[change.index] = change.content
+        compacted += bool(stepped.compacted)
+        assert env.step(started.episode_id, turn, written) == stepped
+        assert sum(map(len, context)) <= 6_000
+    assert compacted == env.finish(started.episode_id).verdict.activations["compaction"] == 2
+    assert "compacted" in context[3]
+
+
 def test_unknown_task_is_refused(env: Environment) -> None:
     with pytest.raises(RequestRefused, match="unknown task: nosuch") as caught:
         env.start("nosuch")

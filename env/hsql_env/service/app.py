@@ -99,7 +99,7 @@ def make_app(parts: Parts, on_ready: Callable[[], None]) -> ASGIApp:
     @app.post("/episodes", response_model=Started)
     async def start(body: Start) -> Response:
         admission.refuse_draining()
-        return _json(store.start(body.task_id))
+        return _json(store.start(body.task_id, body.context_chars))
 
     @app.post("/episodes/{episode_id}/step", response_model=Stepped)
     async def step(episode_id: str, body: Step) -> Response:

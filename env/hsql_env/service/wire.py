@@ -31,6 +31,7 @@ class Start(Wire):
 
     task_id: str
     seed: int = 0
+    context_chars: int | None = Field(default=None, ge=4_000)  # compact beyond it; None: never
 
 
 class Started(Wire):
@@ -48,13 +49,25 @@ class Step(Wire):
     content: str
 
 
+class Compacted(Wire):
+    """An earlier observation that was shortened."""
+
+    index: int  # in the conversation: the first messages, then each turn and its observations
+    content: str
+
+
 class Stepped(Wire):
-    """The observations of a turn, one tool message a call."""
+    """The observations of a turn, one tool message a call.
+
+    `compacted` is for a policy that asked for a `context_chars`: what it sees from now on at these
+    places. A policy that did not ask never gets any.
+    """
 
     messages: tuple[Message, ...]
     terminated: bool
     truncated: bool
     notes: tuple[str, ...] = ()
+    compacted: tuple[Compacted, ...] = ()
 
 
 class Finished(Wire):
