@@ -105,7 +105,7 @@ def make_app(parts: Parts, on_ready: Callable[[], None]) -> ASGIApp:
     async def step(episode_id: str, body: Step) -> Response:
         admission.refuse_draining()
         begun = time.perf_counter()
-        reply = await in_thread(store.step, episode_id, body.turn, body.content)
+        reply = await in_thread(store.step, episode_id, body.turn, body.text())
         metrics.step_seconds.observe(time.perf_counter() - begun)
         return _json(reply)
 
