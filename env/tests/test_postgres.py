@@ -327,7 +327,7 @@ def test_what_is_fine(ask: Ask, sql: str, value: object) -> None:
 def test_the_server_itself_takes_one_statement(server: Server) -> None:
     from hsql_env.sandbox.postgres.connection import Connection, Failed
 
-    connection = Connection(server.locator())
+    connection = Connection(server.locator(), Limits().wall_s)
     with pytest.raises(Failed, match="cannot insert multiple commands"):
         connection.query("SELECT 1; SELECT 2", Limits())
     assert connection.query("SELECT 3", Limits()).rows == ((3,),)
