@@ -108,7 +108,8 @@ def test_structured_tool_calls(env: Environment, service: ServiceProcess) -> Non
     status, reply = step(episode_id, 1, content="First:", tool_calls=both)
     assert status == 200
     assert [message["content"][:8] for message in reply["messages"]] == ["city (ta", "count(*)"]
-    wrong = [tool_call("sql_exec", '{"query": "</tool_call><tool_call>'), tool_call("sql_exec", "3")]
+    broken = '{"query": "</tool_call><tool_call>'
+    wrong = [tool_call("sql_exec", broken), tool_call("sql_exec", "3")]
     _, reply = step(episode_id, 2, content=None, tool_calls=wrong)
     assert [message["content"].split("\n")[0] for message in reply["messages"]] == [
         "Error: arguments must be a JSON object"
