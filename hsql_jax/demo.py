@@ -15,7 +15,7 @@ import json
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,7 +198,8 @@ def teach(run: Run, service: ServiceProcess, tasks: Sequence[Task]) -> list[Traj
         async with AsyncEnvironment(service.url) as env:
             public = [task.public for task in train]
             collection = await collect(env, public, teacher, 1, run.config.seed, 32, advance, sink)
-        refuse_failures("teacher", collection.dropped)
+        if collection.dropped["infrastructure"]:
+            refuse_failures("teacher", read_jsonl(sink, Trajectory))
         dropped = dict(collection.dropped) or "none"
         run.log.print(f"teacher: {len(collection.kept)} trajectories kept, dropped: {dropped}")
         return collection.kept
@@ -216,11 +217,14 @@ def teach(run: Run, service: ServiceProcess, tasks: Sequence[Task]) -> list[Traj
     return kept
 
 
-def refuse_failures(stage: str, dropped: Counter[str]) -> None:
+def refuse_failures(stage: str, trajectories: Iterable[Trajectory]) -> None:
     """Raises `UserError` if the environment failed in an episode: the data would have holes."""
-    if failed := dropped["infrastructure"]:
+    failures = Counter(t.verdict.infrastructure for t in trajectories if t.verdict.infrastructure)
+    if failures:
+        reason, _ = failures.most_common(1)[0]
         raise UserError(
-            f"{stage}: the environment failed in {failed} episodes; run again with --resume"
+            f"{stage}: the environment failed in {failures.total()} episodes, most often: {reason}; "
+            "run again with --resume"
         )
 
 
@@ -300,7 +304,7 @@ def correct(run: Run, player: Player, params: Any, tasks: Sequence[Task]) -> lis
         )
     trajectories = [one.rollout.trajectory for one in played]
     reasons = Counter(correction_problem(trajectory) for trajectory in trajectories)
-    refuse_failures("corrections", reasons)
+    refuse_failures("corrections", trajectories)
     mended = [t for t in trajectories if not correction_problem(t)]
     run.log.print(
         f"corrections: {len(mended)} of {len(jobs)} episodes were mended, the others: "

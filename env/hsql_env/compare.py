@@ -20,7 +20,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import reduce
+from operator import itemgetter, xor
 from typing import Protocol, cast
 
 from hsql_env.sandbox.types import Row, Value
@@ -87,13 +88,8 @@ def _same_multiset(left: Sequence[Hashable], right: Sequence[Hashable]) -> bool:
 
 def _is_permutation(left: Iterable[Hashable], right: Iterable[Hashable]) -> bool:
     """Return whether two of one length hold the same things."""
-    counts = Counter(left)
-    for thing in right:
-        count = counts.get(thing, 0)
-        if count == 0:
-            return False
-        counts[thing] = count - 1
-    return True
+    # As plain dictionaries: a counter's own comparison runs in Python.
+    return dict.__eq__(Counter(left), Counter(right))
 
 
 def fingerprint(
@@ -383,6 +379,11 @@ def _same_rows(blocks: list[int], gold: Columns, answer: Columns) -> bool:
 
 
 def _colour_columns(colours: list[int], columns: Columns, rows: list[int]) -> list[int]:
+    if rows.count(rows[0]) == len(rows):  # they tell nothing apart
+        return [
+            hash((colour, sum(map(hash, column)), reduce(xor, map(hash, column))))
+            for colour, column in zip(colours, columns, strict=True)
+        ]
     return [
         hash((colour, sum(map(hash, zip(rows, column, strict=True)))))
         for colour, column in zip(colours, columns, strict=True)

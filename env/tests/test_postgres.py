@@ -105,6 +105,12 @@ class Server:
         except psycopg.OperationalError:
             return False
 
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send all of the server's processes a signal."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        for pid in (self.process.pid, *map(int, children.split())):
+            os.kill(pid, number)
+
     def stop(self) -> None:
         """End the server at once, and every session."""
         self.process.send_signal(signal.SIGINT)
@@ -321,7 +327,7 @@ def test_what_is_fine(ask: Ask, sql: str, value: object) -> None:
 def test_the_server_itself_takes_one_statement(server: Server) -> None:
     from hsql_env.sandbox.postgres.connection import Connection, Failed
 
-    connection = Connection(server.locator())
+    connection = Connection(server.locator(), Limits().wall_s)
     with pytest.raises(Failed, match="cannot insert multiple commands"):
         connection.query("SELECT 1; SELECT 2", Limits())
     assert connection.query("SELECT 3", Limits()).rows == ((3,),)
@@ -485,6 +491,26 @@ def test_a_server_that_is_not_there(own_pool: SandboxPool, server: Server) -> No
         assert own_pool.tables(locator) == expected
     bad = own_pool.execute("postgresql://reader@[", "SELECT 1")
     assert failure(bad) == ("infrastructure", "the database's locator is not a valid address")
+
+
+def test_a_server_that_takes_connections_and_says_nothing(own_pool: SandboxPool) -> None:
+    """It is no fault of the query, whose limit has not come."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"postgresql://reader@127.0.0.1:{silent.getsockname()[1]}/shop"
+        execution = own_pool.execute(address, "SELECT 1", Limits(wall_s=8))
+    assert failure(execution) == ("infrastructure", "the database server cannot be reached")
+    assert 2 < execution.elapsed_s < 6
+
+
+def test_a_server_that_stops_answering(ask: Ask, server: Server) -> None:
+    assert ask("SELECT 1").ok
+    server.signal_all(signal.SIGSTOP)
+    try:
+        execution = ask("SELECT 1", Limits(wall_s=6))
+    finally:
+        server.signal_all(signal.SIGCONT)
+    assert failure(execution) == ("infrastructure", "the database server cannot be reached")
+    assert ask("SELECT 1").ok
 
 
 def test_an_episode_on_the_server(own_pool: SandboxPool, server: Server) -> None:

@@ -91,6 +91,57 @@ def test_steps_and_finish_are_idempotent(env: Environment) -> None:
     assert caught.value.kind == "not_found"
 
 
+def test_structured_tool_calls(env: Environment, service: ServiceProcess) -> None:
+    """They come to the same as the raw text, a wrong one too."""
+
+    def step(episode_id: str, turn: int, **body: object) -> tuple[int, Any]:
+        path = f"{service.url}/episodes/{episode_id}/step"
+        status, text = request(path, "POST", {"turn": turn, **body})
+        return status, json.loads(text)
+
+    def tool_call(name: str, arguments: str) -> dict[str, object]:
+        return {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    episode_id = env.start("t1").episode_id
+    query = json.dumps({"query": COUNT})
+    both = [tool_call("sql_list_tables", "{}"), tool_call("sql_exec", query)]
+    status, reply = step(episode_id, 1, content="First:", tool_calls=both)
+    assert status == 200
+    assert [message["content"][:8] for message in reply["messages"]] == ["city (ta", "count(*)"]
+    broken = '{"query": "</tool_call><tool_call>'
+    wrong = [tool_call("sql_exec", broken), tool_call("sql_exec", "3")]
+    _, reply = step(episode_id, 2, content=None, tool_calls=wrong)
+    assert [message["content"].split("\n")[0] for message in reply["messages"]] == [
+        "Error: arguments must be a JSON object"
+    ] * 2
+    status, reply = step(episode_id, 3)
+    assert (status, reply["kind"]) == (422, "invalid")
+    assert "a turn has content or tool_calls" in reply["message"]
+    _, reply = step(episode_id, 3, tool_calls=[tool_call("sql_submit", query)])
+    assert reply["terminated"]
+    assert [c.tool for c in env.finish(episode_id).calls] == [
+        "sql_list_tables", "sql_exec", "sql_exec", "sql_exec", "sql_submit"
+    ]  # fmt: skip
+
+
+def test_compaction_over_the_wire(env: Environment) -> None:
+    """What a client with a context budget holds is what the service counts."""
+    started = env.start("t1", context_chars=6_000)
+    context = [message.content for message in started.messages]
+    compacted = 0
+    for turn in range(1, 4):
+        written = call("sql_exec", query=f"SELECT {turn}, hex(zeroblob(140)) FROM note, city, note")
+        stepped = env.step(started.episode_id, turn, written)
+        context += [written, *(message.content for message in stepped.messages)]
+        for change in stepped.compacted:
+            context[change.index] = change.content
+        compacted += bool(stepped.compacted)
+        assert env.step(started.episode_id, turn, written) == stepped
+        assert sum(map(len, context)) <= 6_000
+    assert compacted == env.finish(started.episode_id).verdict.activations["compaction"] == 2
+    assert "compacted" in context[3]
+
+
 def test_unknown_task_is_refused(env: Environment) -> None:
     with pytest.raises(RequestRefused, match="unknown task: nosuch") as caught:
         env.start("nosuch")

@@ -187,6 +187,7 @@ def test_waiting_steps_are_bounded_and_the_client_comes_back(files: Files, tmp_p
         assert texts == ["Error: the query took longer than 0.3 s"] * 9
         metrics = served.metrics()
     assert metrics['hsql_sandbox_failures_total{kind="timeout"}'] == 9
+    assert metrics["hsql_sandbox_workers_replaced_total"] == 9
     assert metrics['hsql_requests_refused_total{kind="busy"}'] >= 2
     assert metrics["hsql_steps_total"] == 9
 
@@ -373,6 +374,7 @@ def test_metrics_and_log_of_an_episode(files: Files, tmp_path: Path) -> None:
         'hsql_sandbox_failures_total{kind="sql_error"}': 1,
         'hsql_sandbox_failures_total{kind="timeout"}': 0,
         "hsql_sandbox_workers": 2,
+        "hsql_sandbox_workers_replaced_total": 0,
     }
     assert {name: metrics.get(name) for name in wanted} == wanted
     assert 0 < metrics["hsql_step_seconds_sum"] < 10

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hsql_env.harness.actions import Actions, InfrastructureError, Outcome
+from hsql_env.harness.compact import compact
 from hsql_env.harness.parse import ParsedCall, parse_turn
 from hsql_env.harness.tools import SYSTEM_PROMPT, check_call, prompt_for
 from hsql_env.harness.verify import VERIFY_LIMITS, OracleError, Verifier
@@ -57,6 +58,7 @@ class StepResult:
     terminated: bool  # the policy submitted
     truncated: bool  # a budget ended the episode
     notes: tuple[str, ...] = ()
+    compacted: tuple[tuple[int, Message], ...] = ()  # what now stands at these places
 
 
 class EpisodeOver(RuntimeError):
@@ -73,17 +75,24 @@ class Episode:
         pool: SandboxPool,
         config: EpisodeConfig | None = None,
         verifier: Verifier | None = None,
+        context_chars: int | None = None,
     ) -> None:
-        """A `verifier` shared between episodes runs each oracle once."""
+        """A `verifier` shared between episodes runs each oracle once.
+
+        With `context_chars`, older observations are compacted when the conversation's contents are
+        longer, and the episode is truncated where that is not enough.
+        """
         self.task = task
         self.config = config or EpisodeConfig()
         self.calls: list[Call] = []
-        self.messages: list[Message] = []
+        self.messages: list[Message] = []  # as they were said
         self.turns = 0
         self.terminated = False
         self.truncated = False
         self.final_sql = ""
         self._path = database.path
+        self._context_chars = context_chars
+        self._context: list[Message] = []  # as a policy that compacts sees them
         self._actions = Actions(pool, database.path, self.config.tool_limits, self.config.guard)
         self._verifier = verifier or Verifier(pool, self.config.verify_limits)
         self._violations: Counter[str] = Counter()
@@ -135,7 +144,8 @@ class Episode:
         replies = tuple(Message(role="tool", content=_with_notes(*pair)) for pair in observed)
         self.messages += replies
         notes = tuple(note for _, notes in observed for note in notes)
-        return StepResult(replies, self.terminated, self.truncated, notes)
+        compacted = () if self.over else self._compact()
+        return StepResult(replies, self.terminated, self.truncated, notes, compacted)
 
     def stop(self) -> None:
         """End an episode that the policy cannot go on with, such as when its context is full."""
@@ -239,6 +249,19 @@ class Episode:
             return text, []
         self._activations["truncation"] += 1
         return text[:limit] + "…", [f"cut at {limit} of {len(text)} characters"]
+
+    def _compact(self) -> tuple[tuple[int, Message], ...]:
+        """Bring the policy's context within its budget, or end the episode."""
+        budget = self._context_chars
+        if budget is None:
+            return ()
+        self._context += self.messages[len(self._context) :]
+        changes = compact(self._context, budget)
+        for index, message in changes:
+            self._context[index] = message
+        self._count(self._activations, "compaction" if changes else None)
+        self.truncated = sum(len(message.content) for message in self._context) > budget
+        return tuple(changes)
 
     def _budget_notes(self) -> list[str]:
         left = self.config.max_turns - self.turns

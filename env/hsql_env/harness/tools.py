@@ -103,7 +103,17 @@ _CHECKS: dict[str, tuple[frozenset[str], Callable[[dict[str, Any]], str]]] = {
 }
 
 
-def tool_call_text(tool: str, arguments: Mapping[str, Any]) -> str:
-    """Return a tool call exactly as Qwen3 emits it."""
+def tool_call_text(tool: str, arguments: Mapping[str, Any] | str) -> str:
+    """Return a tool call exactly as Qwen3 emits it.
+
+    Arguments that are JSON text of an object are written as that object; any other text stays one,
+    and is refused when the call is run.
+    """
+    if isinstance(arguments, str):
+        try:
+            decoded = json.loads(arguments, strict=False)
+        except (ValueError, RecursionError):
+            decoded = None
+        arguments = decoded if isinstance(decoded, dict) else arguments
     body = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{body}\n</tool_call>"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from types import ModuleType, TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from hsql_env.sandbox import worker as worker_module
 from hsql_env.sandbox.backend import identity
@@ -29,6 +29,22 @@ _start_lock = threading.Lock()
 
 class SandboxError(RuntimeError):
     """The sandbox itself failed: no worker could be started, or the pool is closed."""
+
+
+class PoolObserver(Protocol):
+    """Who is told of what happens in a pool; called from the threads that use it."""
+
+    def executed(self, executions: Sequence[Execution]) -> None:
+        """Statements came to these outcomes."""
+        ...
+
+    def failed(self, failure: Failure) -> None:
+        """The tables of a database could not be read."""
+        ...
+
+    def replaced(self) -> None:
+        """A worker was killed or died; its successor starts when it is needed."""
+        ...
 
 
 class _WorkerDied(Exception):
@@ -106,10 +122,13 @@ class SandboxPool:
     No method raises for what a statement does; failures are values.
     """
 
-    def __init__(self, workers: int = 2, queue_s: float = 600.0) -> None:
+    def __init__(
+        self, workers: int = 2, queue_s: float = 600.0, observer: PoolObserver | None = None
+    ) -> None:
         """Start `workers` processes; a call waits at most `queue_s` seconds for a free one."""
         if workers < 1:
             raise ValueError(f"workers must be at least 1, not {workers}")
+        self._observer = observer
         self._queue_s = queue_s
         self._closed = False
         self._lock = threading.Lock()
@@ -142,6 +161,14 @@ class SandboxPool:
         They share one round trip. A statement that is killed or kills its worker does not affect
         the ones after it.
         """
+        executions = self._execute(path, sqls, limits, guard)
+        if self._observer is not None:
+            self._observer.executed(executions)
+        return executions
+
+    def _execute(
+        self, path: str, sqls: Sequence[str], limits: Limits, guard: GuardProfile
+    ) -> list[Execution]:
         done: list[Execution] = []
         died = 0
         while len(done) < len(sqls):
@@ -162,6 +189,12 @@ class SandboxPool:
 
     def tables(self, path: str, wall_s: float = 60.0) -> tuple[Table, ...] | Failure:
         """Return every table and view of the database, kept in memory by file identity."""
+        tables = self._read_tables(path, wall_s)
+        if isinstance(tables, Failure) and self._observer is not None:
+            self._observer.failed(tables)
+        return tables
+
+    def _read_tables(self, path: str, wall_s: float) -> tuple[Table, ...] | Failure:
         try:
             key = (path, identity(path))
         except OSError:
@@ -239,6 +272,8 @@ class SandboxPool:
         finally:
             if not healthy:
                 self._end(worker)
+                if self._observer is not None and not self._closed:
+                    self._observer.replaced()
             self._idle.put(worker if healthy else None)
 
     def _take(self) -> _Worker:

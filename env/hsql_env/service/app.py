@@ -99,13 +99,13 @@ def make_app(parts: Parts, on_ready: Callable[[], None]) -> ASGIApp:
     @app.post("/episodes", response_model=Started)
     async def start(body: Start) -> Response:
         admission.refuse_draining()
-        return _json(store.start(body.task_id))
+        return _json(store.start(body.task_id, body.context_chars))
 
     @app.post("/episodes/{episode_id}/step", response_model=Stepped)
     async def step(episode_id: str, body: Step) -> Response:
         admission.refuse_draining()
         begun = time.perf_counter()
-        reply = await in_thread(store.step, episode_id, body.turn, body.content)
+        reply = await in_thread(store.step, episode_id, body.turn, body.text())
         metrics.step_seconds.observe(time.perf_counter() - begun)
         return _json(reply)
 

@@ -93,9 +93,10 @@ class AsyncEnvironment:
         """Return the service's size."""
         return await self._ask(Health, "GET", "/healthz")
 
-    async def start(self, task_id: str, seed: int = 0) -> Started:
-        """Begin an episode of a task."""
-        return await self._ask(Started, "POST", "/episodes", Start(task_id=task_id, seed=seed))
+    async def start(self, task_id: str, seed: int = 0, context_chars: int | None = None) -> Started:
+        """Begin an episode of a task; beyond `context_chars` older observations are compacted."""
+        body = Start(task_id=task_id, seed=seed, context_chars=context_chars)
+        return await self._ask(Started, "POST", "/episodes", body)
 
     async def step(self, episode_id: str, turn: int, content: str) -> Stepped:
         """Send the policy's raw text of turn `turn`, counted from 1."""
@@ -187,9 +188,9 @@ class Environment:
         """Return the service's size."""
         return self._runner.run(self._async.health())
 
-    def start(self, task_id: str, seed: int = 0) -> Started:
-        """Begin an episode of a task."""
-        return self._runner.run(self._async.start(task_id, seed))
+    def start(self, task_id: str, seed: int = 0, context_chars: int | None = None) -> Started:
+        """Begin an episode of a task; beyond `context_chars` older observations are compacted."""
+        return self._runner.run(self._async.start(task_id, seed, context_chars))
 
     def step(self, episode_id: str, turn: int, content: str) -> Stepped:
         """Send the policy's raw text of turn `turn`, counted from 1."""

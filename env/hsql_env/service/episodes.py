@@ -16,7 +16,7 @@ from hsql_env.sandbox import SandboxPool
 from hsql_env.service.log import Log
 from hsql_env.service.metrics import Metrics
 from hsql_env.service.problems import RequestError
-from hsql_env.service.wire import Finished, Health, Started, Stepped
+from hsql_env.service.wire import Compacted, Finished, Health, Started, Stepped
 
 T = TypeVar("T")
 _REMEMBERED = 4096  # finished episodes whose reply can be asked for again, and expired ones
@@ -78,13 +78,13 @@ class EpisodeStore:
             episodes=len(self._live),
         )
 
-    def start(self, task_id: str) -> Started:
+    def start(self, task_id: str, context_chars: int | None = None) -> Started:
         """Begin an episode. Raises `RequestError`."""
         task = self._tasks.get(task_id)
         if task is None:
             raise RequestError("not_found", f"unknown task: {task_id}")
         database = self._databases[task.public.database_id]
-        episode = Episode(task, database, self._pool, self._config, self._verifier)
+        episode = Episode(task, database, self._pool, self._config, self._verifier, context_chars)
         episode_id = uuid.uuid4().hex
         with self._lock:
             if len(self._live) >= self._max_episodes:
@@ -208,6 +208,9 @@ def _step(episode: Episode, content: str) -> Stepped:
         terminated=result.terminated,
         truncated=result.truncated,
         notes=result.notes,
+        compacted=tuple(
+            Compacted(index=index, content=message.content) for index, message in result.compacted
+        ),
     )
 
 

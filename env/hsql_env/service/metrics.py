@@ -7,7 +7,7 @@ from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from hsql_env.sandbox import Execution, Failure, GuardProfile, Limits, SandboxPool, Table
+from hsql_env.sandbox import Execution, Failure
 from hsql_env.service.wire import ProblemKind
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -15,7 +15,7 @@ _STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 
 
 class Metrics:
-    """The counters of one service, in a registry of their own."""
+    """The counters of one service, in a registry of their own; observes its sandbox pool."""
 
     def __init__(self) -> None:
         registry = CollectorRegistry(auto_describe=True)
@@ -41,9 +41,12 @@ class Metrics:
         )
         self.failures = Counter(
             "hsql_sandbox_failures",
-            "Statements that failed; each timeout is a worker killed and replaced",
+            "Statements that failed, by kind",
             ["kind"],
             registry=registry,
+        )
+        self.replacements = Counter(
+            "hsql_sandbox_workers_replaced", "Workers killed or dead", registry=registry
         )
         for kind in get_args(ProblemKind):
             self.refused.labels(kind)
@@ -54,39 +57,21 @@ class Metrics:
         """Add a value that is read when the metrics are."""
         Gauge(name, text, registry=self._registry).set_function(value)
 
+    def executed(self, executions: Sequence[Execution]) -> None:
+        """Count statements and the kinds of their failures."""
+        self.executions.inc(len(executions))
+        for execution in executions:
+            if execution.failure is not None:
+                self.failed(execution.failure)
+
+    def failed(self, failure: Failure) -> None:
+        """Count a failure."""
+        self.failures.labels(failure.kind).inc()
+
+    def replaced(self) -> None:
+        """Count a worker that a successor replaces."""
+        self.replacements.inc()
+
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""
         return generate_latest(self._registry)
-
-
-class MeasuredPool(SandboxPool):
-    """A pool that counts what its statements came to."""
-
-    def __init__(self, workers: int, metrics: Metrics) -> None:
-        super().__init__(workers)
-        self._metrics = metrics
-        metrics.gauge(
-            "hsql_sandbox_workers", "Worker processes alive", lambda: len(self.worker_pids())
-        )
-
-    def execute_many(
-        self,
-        path: str,
-        sqls: Sequence[str],
-        limits: Limits = Limits(),  # noqa: B008 - frozen
-        guard: GuardProfile = "default",
-    ) -> list[Execution]:
-        """Execute statements as the pool does, and count them."""
-        done = super().execute_many(path, sqls, limits, guard)
-        self._metrics.executions.inc(len(done))
-        for execution in done:
-            if execution.failure is not None:
-                self._metrics.failures.labels(execution.failure.kind).inc()
-        return done
-
-    def tables(self, path: str, wall_s: float = 60.0) -> tuple[Table, ...] | Failure:
-        """Describe a database as the pool does, and count a failure."""
-        tables = super().tables(path, wall_s)
-        if isinstance(tables, Failure):
-            self._metrics.failures.labels(tables.kind).inc()
-        return tables

@@ -22,6 +22,7 @@ from aiohttp import WSMsgType, web
 from pydantic import Field, ValidationError, model_validator
 
 from hsql_env.harness.actions import InfrastructureError
+from hsql_env.harness.tools import tool_call_text
 from hsql_env.records import Message, Verdict
 from hsql_env.service.client import AsyncEnvironment, RequestRefused
 from hsql_env.service.wire import Wire
@@ -55,8 +56,7 @@ class Action(Wire):
         """Return the turn as a policy writes it."""
         if self.content is not None:
             return self.content
-        body = json.dumps({"name": self.tool, "arguments": self.arguments}, ensure_ascii=False)
-        return f"<tool_call>\n{body}\n</tool_call>"
+        return tool_call_text(str(self.tool), self.arguments)
 
 
 class Observation(Wire):

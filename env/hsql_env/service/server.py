@@ -19,13 +19,14 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hsql_env.records import Database, Task
+from hsql_env.sandbox import SandboxPool
 from hsql_env.service.admission import Admission
 from hsql_env.service.app import Parts, make_app
 from hsql_env.service.config import ServeError, ServiceConfig
 from hsql_env.service.episodes import EpisodeStore
 from hsql_env.service.listen import listen_tcp, listen_unix, remove_socket
 from hsql_env.service.log import Log, LogHandler
-from hsql_env.service.metrics import MeasuredPool, Metrics
+from hsql_env.service.metrics import Metrics
 from hsql_env.service.problems import problem_body
 
 _KEEP_ALIVE_SECONDS = 600  # longer than any client waits between two steps
@@ -172,7 +173,8 @@ def _parts(
     admission = Admission(config.threads, config.max_waiting)
     metrics.gauge("hsql_queue_depth", "Requests that wait", lambda: admission.waiting)
     metrics.gauge("hsql_requests_in_flight", "Run or wait", lambda: admission.in_flight)
-    with MeasuredPool(config.workers, metrics) as pool:
+    with SandboxPool(config.workers, observer=metrics) as pool:
+        metrics.gauge("hsql_sandbox_workers", "Worker processes", lambda: len(pool.worker_pids()))
         try:
             store = EpisodeStore(
                 tasks,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from hsql_env.harness.tools import tool_call_text
 from hsql_env.records import Call, Message, Verdict
 
 ProblemKind = Literal[
@@ -31,6 +32,7 @@ class Start(Wire):
 
     task_id: str
     seed: int = 0
+    context_chars: int | None = Field(default=None, ge=4_000)  # compact beyond it; None: never
 
 
 class Started(Wire):
@@ -41,20 +43,61 @@ class Started(Wire):
     tools: list[dict[str, Any]]
 
 
+class FunctionCall(BaseModel):
+    """A function's name and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """One of the tool calls of an OpenAI chat completion; its id and type do not matter here."""
+
+    function: FunctionCall
+
+
 class Step(Wire):
-    """One turn of the policy. `turn` counts from 1; the same turn sent again is answered again."""
+    """One turn of the policy. `turn` counts from 1; the same turn sent again is answered again.
+
+    A policy behind an endpoint that parses tool calls sends `tool_calls` as it got them, with what
+    text there is. They are written as Qwen3 writes them and parsed like any other turn.
+    """
 
     turn: int = Field(ge=1)
+    content: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("a turn has content or tool_calls")
+        return self
+
+    def text(self) -> str:
+        """Return the turn as one text."""
+        calls = [tool_call_text(c.function.name, c.function.arguments) for c in self.tool_calls]
+        return "\n".join([*([self.content] if self.content else []), *calls])
+
+
+class Compacted(Wire):
+    """An earlier observation that was shortened."""
+
+    index: int  # in the conversation: the first messages, then each turn and its observations
     content: str
 
 
 class Stepped(Wire):
-    """The observations of a turn, one tool message a call."""
+    """The observations of a turn, one tool message a call.
+
+    `compacted` is for a policy that asked for a `context_chars`: what it sees from now on at these
+    places. A policy that did not ask never gets any.
+    """
 
     messages: tuple[Message, ...]
     terminated: bool
     truncated: bool
     notes: tuple[str, ...] = ()
+    compacted: tuple[Compacted, ...] = ()
 
 
 class Finished(Wire):

@@ -37,7 +37,7 @@ class PostgresBackend:
         if refused is not None:
             return Execution(failure=refused)
         try:
-            connection = self._connection(locator)
+            connection = self._connection(locator, limits)
             with _memory_bound(limits.memory_mb):
                 done = connection.query(sql, limits)
         except Exception as error:
@@ -47,16 +47,16 @@ class PostgresBackend:
     def tables(self, locator: str) -> tuple[Table, ...] | Failure:
         """Describe the tables and views on the search path; never raises."""
         try:
-            return read_tables(self._connection(locator))
+            return read_tables(self._connection(locator, Limits()))
         except Exception as error:
             return _failure(error, Limits())
 
-    def _connection(self, locator: str) -> Connection:
+    def _connection(self, locator: str, limits: Limits) -> Connection:
         """Return a connection that answers; one that a restart of the server cut is replaced."""
         known = self._connections.pop(locator, None)
-        if known is not None and not known.answers():
+        if known is not None and not known.answers(limits.wall_s):
             known = None
-        connection = known or Connection(locator)
+        connection = known or Connection(locator, limits.wall_s)
         self._connections[locator] = connection
         if len(self._connections) > _OPEN_CONNECTIONS:
             self._connections.popitem(last=False)[1].close()

@@ -6,6 +6,7 @@ taken as they arrive, so that a long result is never held.
 
 from __future__ import annotations
 
+import math
 import select
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from psycopg.pq.abc import PGconn, PGresult
 
 _MIB = 1024 * 1024
-_CONNECT_SECONDS = 10
+_ANSWER_SECONDS = 10.0  # for a connection, and for each of our own commands
 _CHECK_CLIENT_MS = 500  # how soon a server sees that a killed worker is gone
 _CHECK_CLIENT_SINCE = 140_000
 # Values look the same on every server; the search path is the database's or the role's own.
@@ -58,11 +59,16 @@ class Failed(Exception):
 class Connection:
     """A connection to one database."""
 
-    def __init__(self, locator: str) -> None:
-        """Connect. Raises `Failed`; its message names no host and no user."""
+    def __init__(self, locator: str, wall_s: float) -> None:
+        """Connect. Raises `Failed`; its message names no host and no user.
+
+        A server that does not answer is given up well before `wall_s`, at which the caller is
+        killed and its statement would be blamed; likewise in the methods.
+        """
         pq = _libpq()
         self._status = pq.ExecStatus
-        self._connection: PGconn = pq.PGconn.connect(_conninfo(locator).encode())
+        conninfo = _conninfo(locator, math.ceil(_patience(wall_s)))
+        self._connection: PGconn = pq.PGconn.connect(conninfo.encode())
         self._open = True
         if self._connection.status != pq.ConnStatus.OK:
             self.close()
@@ -75,11 +81,11 @@ class Connection:
                 "connect as a role that may only read",
             )
 
-    def answers(self) -> bool:
+    def answers(self, wall_s: float) -> bool:
         """Return whether the server still answers; one that restarted does not."""
         try:
             if self._open:
-                self._command("SELECT")
+                self._command("SELECT", wall_s)
         except Failed:
             self.close()
         return self._open
@@ -94,11 +100,11 @@ class Connection:
 
         Raises `Failed`.
         """
-        self._command(self._begin(limits))
+        self._command(self._begin(limits), limits.wall_s)
         try:
             return self._fetch(sql, limits)
         finally:
-            self._clean()
+            self._clean(limits.wall_s)
 
     def _begin(self, limits: Limits) -> str:
         commands = ["BEGIN TRANSACTION READ ONLY"]
@@ -107,17 +113,17 @@ class Connection:
             commands += [f"SET LOCAL client_connection_check_interval = {_CHECK_CLIENT_MS}"]
         return "; ".join(commands)
 
-    def _clean(self) -> None:
+    def _clean(self, wall_s: float) -> None:
         """End the transaction and forget what it left in the session; if in doubt, hang up."""
         try:
-            self._command("ROLLBACK")
-            self._command("DISCARD ALL")
+            self._command("ROLLBACK", wall_s)
+            self._command("DISCARD ALL", wall_s)
         except Failed:  # also a cancel request that came too late for its own statement
             self.close()
 
-    def _command(self, sql: str) -> None:
+    def _command(self, sql: str, wall_s: float) -> None:
         self._send(self._connection.send_query, sql.encode())
-        for result in self._results():
+        for result in self._results(_patience(wall_s)):
             self._check(result)
 
     def _fetch(self, sql: str, limits: Limits) -> Execution:
@@ -171,8 +177,11 @@ class Connection:
         except Error as error:
             raise _lost(str(error)) from error
 
-    def _results(self) -> Iterator[PGresult]:
-        """Yield results as they arrive, waiting outside of libpq, where other threads can run."""
+    def _results(self, seconds: float | None = None) -> Iterator[PGresult]:
+        """Yield results as they arrive, waiting outside of libpq, where other threads can run.
+
+        With `seconds`, a server that says nothing for so long is given up.
+        """
         from psycopg import Error
 
         try:
@@ -180,7 +189,9 @@ class Connection:
             poller.register(self._connection.socket, select.POLLIN)
             while True:
                 while self._connection.is_busy():
-                    poller.poll()
+                    if not poller.poll(None if seconds is None else 1000 * seconds):
+                        self.close()
+                        raise Failed("infrastructure", "the database server does not answer")
                     self._connection.consume_input()
                 result = self._connection.get_result()
                 if result is None:
@@ -197,6 +208,11 @@ class Connection:
         raise _failed(result)
 
 
+def _patience(wall_s: float) -> float:
+    """Return the seconds to wait for a server's answer to what takes it no time."""
+    return min(_ANSWER_SECONDS, wall_s / 3)
+
+
 def _libpq() -> Any:
     try:
         from psycopg import pq
@@ -207,7 +223,7 @@ def _libpq() -> Any:
     return pq
 
 
-def _conninfo(locator: str) -> str:
+def _conninfo(locator: str, connect_s: int) -> str:
     """Return the connection string with our settings after the locator's own options."""
     from psycopg import Error
     from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -219,7 +235,7 @@ def _conninfo(locator: str) -> str:
             locator,
             options=f"{options} {ours}".strip(),
             client_encoding="UTF8",
-            connect_timeout=_CONNECT_SECONDS,
+            connect_timeout=connect_s,
             application_name="hsql-env",
         )
     except Error as error:
