@@ -88,8 +88,8 @@ def train_tokenizer(
 
     Fragments match first, longest first; one with a control token in it becomes a control token
     itself, so it is found in the chat format and never in a message's text. Then come identifiers
-    with underscores (`city_id` is a word and `_id`) and words seen at least `min_count` times. Raises ValueError where the
-    fragments alone exceed `max_vocab`.
+    with underscores (but `city_id` is `city` and `_id`) and words seen at least `min_count` times.
+    Raises ValueError where the fragments alone exceed `max_vocab`.
     """
     corpus = list(texts)
     control = [*CONTROL, *(f for f in fragments if any(token in f for token in CONTROL))]

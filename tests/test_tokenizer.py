@@ -45,7 +45,7 @@ def test_awkward_text_round_trips(tiny: PreTrainedTokenizerFast, text: str) -> N
     assert round_trip(tiny, text) == text
 
 
-@pytest.mark.parametrize("word", ["city", "France", "Zürich", "東京", "_id"])
+@pytest.mark.parametrize("word", ["city", "France", "Zürich", "東京"])
 @pytest.mark.parametrize(
     "around",
     ["{}", " {} ", "'{}'", '"{}"', "({})", ".{}.", "[{}]", "SELECT {} FROM", " | {}\n", " = '{}'"],
