@@ -223,8 +223,8 @@ def refuse_failures(stage: str, trajectories: Iterable[Trajectory]) -> None:
     if failures:
         reason, _ = failures.most_common(1)[0]
         raise UserError(
-            f"{stage}: the environment failed in {failures.total()} episodes, most often: {reason}; "
-            "run again with --resume"
+            f"{stage}: the environment failed in {failures.total()} episodes, most often with "
+            f"{reason!r}; run again with --resume"
         )
 
 
