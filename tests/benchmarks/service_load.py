@@ -178,33 +178,25 @@ class Client:
 
 
 def children(pid: int) -> list[int]:
-    """Return the process ids of all descendants."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *children(child)]
-    return found
+    """Return the process ids of a process's children; none if it is gone."""
+    try:
+        texts = [(task / "children").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
+    return [int(child) for text in texts for child in text.split()]
 
 
 def workers(pid: int) -> list[int]:
-    """Return the sandbox processes: what the service's fork server started."""
-    return [grandchild for child in children(pid) for grandchild in direct_children(child)]
-
-
-def direct_children(pid: int) -> list[int]:
-    """Return the process ids of a process's children; none if it is gone."""
-    try:
-        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    except OSError:
-        return []
-    return [int(child) for child in text.split()]
+    """Return the sandbox processes: the service's fork server starts them."""
+    return [grandchild for child in children(pid) for grandchild in children(child)]
 
 
 def sample(pid: int, at_s: float) -> Sample:
     """Look at the service's processes."""
     status = Path(f"/proc/{pid}/status").read_text()
     anonymous = int(status.split("RssAnon:")[1].split()[0]) / 1024
-    return Sample(at_s, anonymous, len(os.listdir(f"/proc/{pid}/fd")), len(children(pid)))
+    processes = len(children(pid)) + len(workers(pid))
+    return Sample(at_s, anonymous, len(os.listdir(f"/proc/{pid}/fd")), processes)
 
 
 async def watch(pid: int, samples: list[Sample], begun: float) -> None:
