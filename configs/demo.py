@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from hsql_jax.demo_config import CorrectionConfig, DemoConfig, TaskConfig
 from hsql_jax.model.config import ModelConfig
@@ -66,4 +67,5 @@ def own_databases() -> DemoConfig:
         tasks=TaskConfig(tasks_per_database=60, unseen_share=0.25, eval_tasks=32),
         engine=EngineConfig(slots=16, rows=16, width=64, lengths=(512, 1536)),
         evaluation=dataclasses.replace(base.evaluation, base_tasks=8),
+        run_dir=Path("runs/own"),
     )

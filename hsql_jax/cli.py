@@ -11,10 +11,12 @@ import difflib
 import importlib
 import multiprocessing
 import shlex
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hsql_jax import __version__
@@ -118,7 +120,8 @@ def _is_users(error: Exception) -> bool:
 
 def _resume_command(arguments: Sequence[str]) -> str:
     again = [*arguments] if "--resume" in arguments else [*arguments, "--resume"]
-    return shlex.join(["hsql", *again])
+    called = sys.argv[0] if Path(sys.argv[0]).name == "hsql" else "hsql"
+    return shlex.join(["hsql" if shutil.which("hsql") else called, *again])
 
 
 @contextmanager

@@ -10,11 +10,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-import importlib.util
 import inspect
 import json
 import os
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from types import ModuleType
 from typing import Any, TypeVar, get_type_hints
 
 from hsql_jax.errors import UserError
+from hsql_jax.plugins import import_file
 
 C = TypeVar("C")
 
@@ -32,7 +31,7 @@ _PROJECT = Path(__file__).parent.parent
 def option(default: Any) -> Any:
     """A field of how a run is started (its folder, resuming it), not of what the run computes.
 
-    Options are kept out of `fingerprint`: a run may be moved or resumed and stays the same run.
+    Options are kept out of `fingerprint`: a run that is resumed stays the same run.
     """
     return dataclasses.field(default=default, metadata={"option": True})
 
@@ -52,7 +51,7 @@ def load_config(spec: str) -> Any:
     if not (file and colon and name):
         raise UserError(f"config {spec!r}: give FILE.py:FUNCTION, such as configs/demo.py:demo")
     path = _find(file)
-    functions = _config_functions(_import_file(path))
+    functions = _config_functions(import_file(path))
     if name not in functions:
         known = ", ".join(functions) or "none"
         raise UserError(f"config {path}: no function {name!r}; it has: {known}")
@@ -72,20 +71,6 @@ def _find(file: str) -> Path:
             return place / file
     looked = " or ".join(map(str, places))
     raise UserError(f"config file {file} not found in {looked}; check the path")
-
-
-def _import_file(path: Path) -> ModuleType:
-    name = f"hsql_config_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"config file {path} is not a Python file; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses of the file look their types up here
-    try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise UserError(f"config file {path}, line {error.lineno}: {error.msg}") from error
-    return module
 
 
 def _line(path: Path, error: Exception) -> int:

@@ -15,7 +15,7 @@ import json
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +61,7 @@ from hsql_jax.sharding import MeshConfig, make_mesh
 from hsql_jax.tokenizer import frequent_fragments, tool_call_fragments, train_tokenizer
 
 SPLITS = ("seen", "unseen")
+Results = dict[str, dict[str, dict[str, list[Trajectory]]]]  # stage -> split -> decoding
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,16 @@ def main(config: DemoConfig) -> None:
     given = None if config.databases is None else open_folder(config.databases)
     claim_run_folder(config.run_dir, config, config.resume)
     run = Run(config, config.run_dir, RunLog(config.run_dir), make_mesh(MeshConfig()))
+    begun = time.monotonic()
+    with timed(run, "total"):
+        tasks, trajectories, results = run_stages(run, given)
+        finish(run, tasks, trajectories, results, time.monotonic() - begun)
+
+
+def run_stages(
+    run: Run, given: list[Database] | None
+) -> tuple[list[Task], list[Trajectory], Results]:
+    """Every stage that is not finished; the tasks, the teacher's trajectories, the evaluations."""
     tasks = make_data(run, given)
     with environment(run) as service:
         trajectories = teach(run, service, tasks)
@@ -100,7 +111,7 @@ def main(config: DemoConfig) -> None:
             sft = refine(run, renderer, model, trajectories, corrections, first)
             rl = reinforce(run, model, sft, player, tasks)
             results = evaluate_all(run, player, {"base": base, "sft": sft, "rl": rl}, tasks)
-    finish(run, tasks, trajectories, results)
+    return tasks, trajectories, results
 
 
 @contextmanager
@@ -167,6 +178,11 @@ def make_data(run: Run, given: list[Database] | None) -> list[Task]:
         "databases without tasks": problems,
     }
     write_whole(run.path("data", "facts.json"), json.dumps(facts, indent=2) + "\n")
+    run.log.print(
+        f"tasks: {len(by_database)} of {len(databases)} databases give tasks, {len(splits.train)} "
+        f"to train on, {len(splits.seen)} seen and {len(splits.unseen)} unseen held out; the "
+        f"others give none: {problems or 'no others'}"
+    )
     chosen = [*splits.train, *splits.seen, *splits.unseen]
     write_jsonl(register, databases)
     write_jsonl(file, chosen)
@@ -198,10 +214,12 @@ def teach(run: Run, service: ServiceProcess, tasks: Sequence[Task]) -> list[Traj
         async with AsyncEnvironment(service.url) as env:
             public = [task.public for task in train]
             collection = await collect(env, public, teacher, 1, run.config.seed, 32, advance, sink)
-        if collection.dropped["infrastructure"]:
-            refuse_failures("teacher", read_jsonl(sink, Trajectory))
+        refuse_failures("teacher", collection.failures)
         dropped = dict(collection.dropped) or "none"
-        run.log.print(f"teacher: {len(collection.kept)} trajectories kept, dropped: {dropped}")
+        run.log.print(
+            f"teacher, scripted and reading each task's blueprint: {len(collection.kept)} "
+            f"trajectories kept, dropped: {dropped}"
+        )
         return collection.kept
 
     with timed(run, "teacher"), run.log.stage("teacher", len(train), "episodes") as stage:
@@ -217,9 +235,8 @@ def teach(run: Run, service: ServiceProcess, tasks: Sequence[Task]) -> list[Traj
     return kept
 
 
-def refuse_failures(stage: str, trajectories: Iterable[Trajectory]) -> None:
+def refuse_failures(stage: str, failures: Counter[str]) -> None:
     """Raises `UserError` if the environment failed in an episode: the data would have holes."""
-    failures = Counter(t.verdict.infrastructure for t in trajectories if t.verdict.infrastructure)
     if failures:
         reason, _ = failures.most_common(1)[0]
         raise UserError(
@@ -243,7 +260,10 @@ def make_tokenizer(
         ]
         known = template_fragments(SYSTEM_PROMPT, TOOLS) + tool_call_fragments(TOOLS)
         fragments = known + frequent_fragments(texts, known, min_count=30, limit=300)
-        train_tokenizer(texts, fragments, folder, max_vocab=config.vocab_size, min_count=5)
+        try:
+            train_tokenizer(texts, fragments, folder, max_vocab=config.vocab_size, min_count=5)
+        except ValueError as error:
+            raise UserError(f"{error}; raise --model.vocab-size") from None
     tokenizer = load_tokenizer(folder)
     model = dataclasses.replace(config, vocab_size=len(tokenizer))
     return ChatRenderer(tokenizer), model
@@ -304,7 +324,8 @@ def correct(run: Run, player: Player, params: Any, tasks: Sequence[Task]) -> lis
         )
     trajectories = [one.rollout.trajectory for one in played]
     reasons = Counter(correction_problem(trajectory) for trajectory in trajectories)
-    refuse_failures("corrections", trajectories)
+    failures = (t.verdict.infrastructure for t in trajectories)
+    refuse_failures("corrections", Counter(filter(None, failures)))
     mended = [t for t in trajectories if not correction_problem(t)]
     run.log.print(
         f"corrections: {len(mended)} of {len(jobs)} episodes were mended, the others: "
@@ -404,8 +425,6 @@ def reinforce(run: Run, model: ModelConfig, sft: Any, player: Player, tasks: Seq
 
 # --- evaluation and report ---------------------------------------------------------------------
 
-Results = dict[str, dict[str, dict[str, list[Trajectory]]]]  # stage -> split -> decoding
-
 
 def evaluate_all(
     run: Run, player: Player, policies: Mapping[str, Any], tasks: Sequence[Task]
@@ -431,11 +450,19 @@ def evaluate_all(
 
 
 def finish(
-    run: Run, tasks: Sequence[Task], trajectories: Sequence[Trajectory], results: Results
+    run: Run,
+    tasks: Sequence[Task],
+    trajectories: Sequence[Trajectory],
+    results: Results,
+    seconds_so_far: float,
 ) -> None:
-    """`summary.json`, `report.html`, and the final table on the console."""
+    """`summary.json`, `report.html`, and the final table on the console.
+
+    `seconds_so_far` are those of this process; those before an interruption are on file.
+    """
     resamples = run.config.evaluation.resamples
     seconds = json.loads(run.path("seconds.json").read_text())
+    wall_seconds = seconds.pop("total", 0.0) + seconds_so_far
     train = [task for task in tasks if task.public.split == "train"]
     shared = {
         f"normalised SQL shared with {split}": len(
@@ -452,7 +479,7 @@ def finish(
             *changes(("base", results["base"]), ("sft", results["sft"]), resamples),
             *changes(("sft", results["sft"]), ("rl", results["rl"]), resamples),
         ],
-        "wall_seconds": round(sum(seconds.values()), 1),
+        "wall_seconds": round(wall_seconds, 1),
         "stage_seconds": seconds,
         "seed": run.config.seed,
         "teacher": "scripted bootstrap teacher; it sees each task's blueprint",

@@ -23,6 +23,11 @@ class TaskConfig:
     eval_tasks: int = 512  # held-out tasks a split, at most a quarter of all tasks
     error_rate: float = 0.28  # teacher episodes with a failing query
 
+    def __post_init__(self) -> None:
+        least = min(self.databases, self.tasks_per_database, self.eval_tasks)
+        if least < 1 or not 0 <= self.error_rate <= 1 or not 0 <= self.unseen_share < 1:
+            raise ValueError(f"{self}: counts are at least 1, shares from 0 to 1")
+
 
 @dataclass(frozen=True)
 class CorrectionConfig:
@@ -60,3 +65,8 @@ class DemoConfig:
     save_every: int = 200  # optimizer steps between two checkpoints
     run_dir: Path = option(Path("runs/demo"))
     resume: bool = option(False)  # continue the run in `run_dir`, finished stages kept
+
+    def __post_init__(self) -> None:
+        for name in ("call_tokens", "workers", "save_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: give at least 1")

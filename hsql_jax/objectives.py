@@ -10,10 +10,7 @@ trajectories of a row apart, and everything per trajectory is computed per segme
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hsql_jax.errors import UserError
+from hsql_jax.plugins import load_attribute
 
 
 class Tokens(NamedTuple):
@@ -182,23 +180,3 @@ def resolve(name: str) -> Objective:
     if not isinstance(objective, Objective):
         raise UserError(f"{name}: returned {type(objective).__name__}, not an Objective")
     return objective
-
-
-def load_attribute(name: str, known: list[str]) -> Any:
-    """The attribute that `file.py:attribute` or `module:attribute` names."""
-    source, colon, attribute = name.rpartition(":")
-    if not colon:
-        raise UserError(f"{name!r} is none of {', '.join(known)}, nor FILE.py:NAME or MODULE:NAME")
-    try:
-        if source.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(source).stem, source)
-            assert spec is not None and spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(source)
-    except (ImportError, FileNotFoundError) as error:
-        raise UserError(f"{name}: cannot load {source!r}: {error}") from None
-    if not hasattr(module, attribute):
-        raise UserError(f"{name}: {source} has no {attribute!r}")
-    return getattr(module, attribute)

@@ -10,7 +10,7 @@ import jax
 import optax
 import optax.contrib
 
-from hsql_jax.objectives import load_attribute
+from hsql_jax.plugins import load_attribute
 
 
 @dataclass(frozen=True)

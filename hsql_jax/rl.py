@@ -44,6 +44,10 @@ class RlConfig:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.iterations < 1 or self.group < 1:
+            raise ValueError(
+                f"rl.iterations = {self.iterations}, rl.group = {self.group}: give at least 1"
+            )
         if self.temperature <= 0:
             raise ValueError(f"rl.temperature = {self.temperature}: sampling needs more than 0")
         if not 1 <= self.updates <= self.questions:

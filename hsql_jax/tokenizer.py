@@ -144,7 +144,7 @@ def _alternation(ordered: Sequence[str], last: str = "") -> str:
     for _, group in groupby(ordered, key=lambda text: text[:1]):
         texts = list(group)
         if not texts[0]:
-            branches.append(r"(?!\w)" if _is_wordlike(last) else "")
+            branches.append(r"(?=_id(?!\w)|(?!\w))" if _is_wordlike(last) else "")
             continue
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(texts[0], texts[-1], strict=False))
         prefix = "".join(char for char, _ in shared)

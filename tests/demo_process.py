@@ -27,10 +27,10 @@ class Demo:
     """A running `hsql demo`, leader of its own process group as under a terminal."""
 
     def __init__(self, run_dir: Path, cache: Path, *options: str) -> None:
-        command = [str(Path(sys.executable).with_name("hsql")), "demo", "--config", TOY]
+        self.program = str(Path(sys.executable).with_name("hsql"))
         self.run_dir = run_dir
         self._process = subprocess.Popen(
-            [*command, "--run-dir", str(run_dir), *options],
+            [self.program, "demo", "--config", TOY, "--run-dir", str(run_dir), *options],
             env=os.environ | compile_quickly(cache),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

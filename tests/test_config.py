@@ -82,6 +82,8 @@ def test_the_projects_configs_are_found_from_any_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_config("configs/demo.py:demo").run_dir == Path("runs/demo")
+    own = load_config("configs/demo.py:own_databases")
+    assert (own.run_dir, own.tasks.tasks_per_database) == (Path("runs/own"), 60)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import lzma
 import math
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,24 @@ EVALUATIONS = [
 ]
 
 MINE = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import jax.numpy as jnp
 import optax
 from hsql_jax.objectives import LossSum, Objective, any_group, ones
 
 
+@dataclass(frozen=True)
+class Anchor:
+    value: float = 3.0
+
+
 def objective():
     def loss(tokens):
         weight = jnp.sum(tokens.mask)
-        anchored = -3.0 * weight + 0.0 * jnp.sum(tokens.logprobs * tokens.mask)
+        anchored = -Anchor().value * weight + 0.0 * jnp.sum(tokens.logprobs * tokens.mask)
         return LossSum(anchored, weight, {"mine": 2.0 * weight})
 
     return Objective(any_group, ones, loss)
@@ -95,9 +105,10 @@ def test_a_cut_run_leaves_no_process_and_goes_on_where_it_was(
     assert any("hsql_env serve" in line for line in children.values())
     demo.interrupt()
     cut = demo.end()
+    again = "hsql" if shutil.which("hsql") else demo.program
     assert (cut.status, cut.err) == (
         130,
-        f"\nhsql: interrupted; to continue: hsql demo --config {TOY} --run-dir {folder} --resume\n",
+        f"\nhsql: interrupted; to continue: {again} demo --config {TOY} --run-dir {folder} --resume\n",
     )
     assert alive(children) == {}
     assert not (folder / "summary.json").exists()
@@ -295,7 +306,7 @@ def check_summary(folder: Path, summary: dict[str, Any]) -> None:
     assert summary["rl_stopped"] == ""
     stages = ["tasks", "teacher", "warmup", "sft", "corrections", "refine", "rl", "evaluation"]
     assert list(summary["stage_seconds"]) == stages
-    assert summary["wall_seconds"] == round(sum(summary["stage_seconds"].values()), 1)
+    assert 0 < summary["wall_seconds"] - sum(summary["stage_seconds"].values()) < 60
 
 
 def check_report(folder: Path, summary: dict[str, Any]) -> None:

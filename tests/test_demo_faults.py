@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sqlite3
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from demo_process import TOY, Demo, compile_quickly
@@ -21,8 +22,7 @@ from hsql_env.tasks.examples import write_examples
 from hsql_jax import demo
 from hsql_jax.cli import main
 from hsql_jax.config import load_config, to_json
-from hsql_jax.metrics import RunLog
-from hsql_jax.rl import NothingToLearn
+from hsql_jax.errors import UserError
 
 
 def refused(capsys: pytest.CaptureFixture[str], run_dir: Path, *options: str) -> str:
@@ -255,19 +255,64 @@ def test_a_service_that_dies_stops_the_run_and_resume_goes_on(
     assert stages["rl"]["unseen"]["greedy"]["tasks"] == 6
 
 
-def test_an_rl_that_a_guard_stopped_is_not_run_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def stopped(*_: object) -> NoReturn:
-        raise NothingToLearn("rl: no reward")
+def test_an_rl_that_a_guard_stopped_is_not_run_again(tmp_path: Path, compiled: Path) -> None:
+    """DAPO on a policy that never gets a reward: the run ends whole, and says so again."""
+    folder = tmp_path / "run"
+    dapo = ("--rl.objective", "dapo")
+    ended = Demo(folder, compiled, *dapo).end()
+    assert ended.status == 0, ended.err
+    reason = "rl: no reward in the first 5 iterations; train the SFT policy further or check"
+    assert f"{reason} the environment's verdicts before RL. The SFT policy" in one_line(ended.out)
+    assert "The rows of RL are the SFT policy's: rl: no reward" in one_line(ended.out)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["rl_stopped"].startswith(reason)
+    assert summary["stages"]["rl"] == summary["stages"]["sft"]
+    played = (folder / "trajectories" / "rl.jsonl").read_bytes()
+    assert played.count(b"\n") == 5 * 2 * 2  # rollouts, questions, group
 
-    monkeypatch.setattr(demo, "run_rl", stopped)
-    run = demo.Run(load_config(TOY), tmp_path, RunLog(tmp_path), None)  # type: ignore[arg-type]
-    for _ in range(2):
-        assert demo.reinforce(run, None, "sft", None, []) == "sft"  # type: ignore[arg-type]
-    said = "rl: no reward. The SFT policy is evaluated in its place.\n"
-    assert capsys.readouterr().out == said
-    assert (tmp_path / "checkpoints" / "rl.done").read_text() == "rl: no reward"
+    again = Demo(folder, compiled, *dapo, "--resume").end()
+    assert again.status == 0, again.err
+    assert "rl:" not in again.out.partition("Execution accuracy")[0]
+    assert (folder / "trajectories" / "rl.jsonl").read_bytes() == played
+
+
+def one_line(text: str) -> str:
+    """The text with every run of white space as one space."""
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--rl.iterations", "rl.iterations = 0, rl.group = 2: give at least 1"),
+        ("--rl.group", "rl.iterations = 2, rl.group = 0: give at least 1"),
+        ("--engine.slots", "engine slots = 0, rows = 8, width = 32, chunk = 8: each must be"),
+        ("--save-every", "save_every = 0: give at least 1"),
+        ("--tasks.databases", "counts are at least 1"),
+    ],
+)
+def test_a_number_that_leaves_nothing_to_do_is_refused(
+    option: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--config", TOY, "--run-dir", str(tmp_path / "run"), option, "0"])
+    assert ended.value.code == 2
+    assert message in one_line(re.sub("[^ -~]", "", capsys.readouterr().err))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_vocabulary_too_small_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, tmp_path / "run", "--model.vocab-size", "300")
+    assert re.search(r"max_vocab=300: the fixed tokens alone are \d+; raise --model.vocab", said)
+
+
+def test_a_stage_with_holes_is_refused() -> None:
+    demo.refuse_failures("teacher", Counter())
+    message = "teacher: the environment failed in 3 episodes, most often with 'it died'; run again"
+    with pytest.raises(UserError, match=message):
+        demo.refuse_failures("teacher", Counter({"it died": 2, "timed out": 1}))
 
 
 def test_a_service_that_cannot_start_is_one_line(tmp_path: Path, compiled: Path) -> None:

@@ -16,11 +16,11 @@ import pytest
 
 from hsql_jax.data import Batch, Example, assemble
 from hsql_jax.errors import UserError
-from hsql_jax.objectives import LossSum, Tokens, resolve
+from hsql_jax.objectives import OBJECTIVES, LossSum, Tokens, resolve
 
 USERS = f"{Path(__file__).parent / 'fixtures' / 'reinforce.py'}:reinforce"
-RL = ["grpo", "gspo", "dapo", USERS]
-EVERY = ["sft", *RL]
+EVERY = [*OBJECTIVES, USERS]
+RL = [name for name in EVERY if name != "sft"]
 PER_TRAJECTORY = ["grpo", "gspo"]  # mean over trajectories; the others, over loss tokens
 
 
@@ -344,3 +344,10 @@ def test_unknown_objective_is_one_clear_line(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         resolve(name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_does_not_parse_is_one_clear_line(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("x = 1\ny == = 2\n")
+    with pytest.raises(UserError, match=r"broken.py, line 2: invalid syntax$"):
+        resolve(f"{file}:y")

@@ -61,6 +61,10 @@ def test_a_foreign_key_is_its_tables_name_and_a_suffix(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(train_tokenizer([text] * 3, [], tmp_path, 400, 2))
     keys = ["city", "_id", ",", " ", "net_width", ",", " ", "order", "_item", "_id"]
     assert pieces(tokenizer, text) == keys
+    text = "order_item, order_item_id, order_items"
+    tokenizer = load_tokenizer(train_tokenizer([text] * 3, [], tmp_path, 400, 2))
+    parts = ["order_item", ",", " ", "order_item", "_id", ",", " ", "order_items"]
+    assert pieces(tokenizer, text) == parts
 
 
 def test_fragments_do_not_break_words(tmp_path: Path) -> None:

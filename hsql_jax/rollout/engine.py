@@ -34,6 +34,11 @@ class EngineConfig:
     lengths: tuple[int, ...] = (192, 288, 384)  # how much of the cache a call reads
 
     def __post_init__(self) -> None:
+        if min(self.slots, self.rows, self.width, self.chunk) < 1:
+            raise ValueError(
+                f"engine slots = {self.slots}, rows = {self.rows}, width = {self.width}, chunk = "
+                f"{self.chunk}: each must be at least 1"
+            )
         if list(self.lengths) != sorted(set(self.lengths)) or not self.lengths:
             raise ValueError(f"engine lengths {self.lengths} must rise")
 

@@ -32,7 +32,7 @@ from hsql_env.records import Trajectory
 Facts = Mapping[str, Any]
 
 STAGES = {
-    "teacher": "Scripted teacher",
+    "teacher": "Scripted bootstrap teacher, which reads each task's blueprint",
     "warmup": "Warm-up",
     "base": "Base",
     "sft": "SFT",

@@ -221,6 +221,14 @@ def _one(
     except CatalogError as error:
         return [], Yield(problem=str(error))
     tasks, deaths = synthesise(catalog, pool, rng, per_database)
-    problem = "" if tasks else "no table with enough rows and usable columns"
+    problem = "" if tasks else _why_none(deaths)
     entry = Yield(len(tasks), sum(map(is_join, tasks)), deaths, problem, catalog.skipped)
     return tasks, entry
+
+
+def _why_none(deaths: Counter[str]) -> str:
+    """Return why a database gave no task."""
+    reasons = [f"{count} {reason}" for reason, count in deaths.most_common(4) if reason != "drawn"]
+    if not reasons:
+        return "no table with enough rows and usable columns"
+    return f"of {deaths['drawn']} candidates died: {', '.join(reasons)}"

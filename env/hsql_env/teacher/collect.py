@@ -22,12 +22,15 @@ class Collection:
 
     kept: list[Trajectory] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)  # reason -> trajectories
+    failures: Counter[str] = field(default_factory=Counter)  # why the harness failed, likewise
 
     def add(self, trajectory: Trajectory) -> None:
         """Keep the trajectory, or count the reason it is dropped for."""
         reason = drop_reason(trajectory)
         if reason:
             self.dropped[reason] += 1
+            if trajectory.verdict.infrastructure:
+                self.failures[trajectory.verdict.infrastructure] += 1
         else:
             self.kept.append(trajectory)
 
