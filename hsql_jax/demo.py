@@ -105,7 +105,7 @@ def run_stages(
         renderer, model = make_tokenizer(run, trajectories)
         base = warm_up(run, renderer, model, trajectories)
         first = fine_tune(run, renderer, model, trajectories, base)
-        sizes = config.engine, renderer, config.call_tokens
+        sizes = run.config.engine, renderer, run.config.call_tokens
         with Player(service.url, model, *sizes, on_failure=service.check) as player:
             corrections = correct(run, player, first, tasks)
             sft = refine(run, renderer, model, trajectories, corrections, first)

@@ -11,7 +11,7 @@ trajectories of a row apart, and everything per trajectory is computed per segme
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -108,7 +108,8 @@ def test_a_cut_run_leaves_no_process_and_goes_on_where_it_was(
     again = "hsql" if shutil.which("hsql") else demo.program
     assert (cut.status, cut.err) == (
         130,
-        f"\nhsql: interrupted; to continue: {again} demo --config {TOY} --run-dir {folder} --resume\n",
+        f"\nhsql: interrupted; to continue: {again} demo --config {TOY} --run-dir {folder} "
+        "--resume\n",
     )
     assert alive(children) == {}
     assert not (folder / "summary.json").exists()
