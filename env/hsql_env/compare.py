@@ -1,9 +1,11 @@
 """When two results are the same answer, and fingerprints of a result that agree with it.
 
-Cells: 1 equals 1.0 but not '1'; NULL, 0 and '' are distinct; whole numbers are exact; other
-numbers are equal within `TOLERANCE`. Columns are matched by name where names are required,
-otherwise by their values, in any order. Rows are a multiset; where order is required, only rows
-of one tie may change places.
+Cells: 1 equals 1.0 but not '1'; NULL, 0 and '' are distinct. Whole numbers are exact, and none
+equals a number that is not whole; other numbers are equal within `TOLERANCE`. A float as near to a
+whole number as computing with floats may leave it is that number (`_whole`).
+
+Columns are matched by name where names are required, otherwise by their values, in any order. Rows
+are a multiset; where order is required, only rows of one tie may change places.
 
 The rules on rows are one: every row has a block, and rows may be permuted within their block. Row
 order not required is one block, row order required a block a row, a tie a block of its rows.
@@ -21,16 +23,19 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from operator import itemgetter, xor
+from operator import xor
 from typing import Protocol, cast
 
 from hsql_env.sandbox.types import Row, Value
 
-TOLERANCE = 1e-9  # relative, and absolute near zero
+TOLERANCE = 1e-9  # relative from 1 on, absolute below
 _NOISE = 1e-12  # two numbers of one result as close as this are one number
-_DIGITS = 9  # of a fingerprint's float after the first, in agreement with TOLERANCE
-_EXACT_INTEGERS = 2.0**63
+_WHOLE = 1e-6, 1e-13  # absolute and relative: no float further from a whole number is that one
+_EXACT_INTEGERS = 2.0**63  # floats from here on have no fraction and no exactness
+_DECIMALS = 8  # of a fingerprint's number below 1: steps of ten times the tolerance
+_DIGITS = 7  # likewise of one from 1 on, after the first
 _SEARCH_CELLS = 5_000_000  # looked at before two results count as different
+_CHUNK_ROWS = 64
 _PROBED_CELLS = 20_000  # of a result whose fingerprint may look twice at its columns
 
 Columns = list[list[Value]]
@@ -78,12 +83,19 @@ def compare(
     blocks = _blocks(gold, ordered, ties)
     if _Matching(left, right, blocks).found():
         return True
+    if not _may_agree(left, right):
+        return False
     settled = _settle_numbers(left, right)
     return settled is not None and _Matching(*settled, blocks).found()
 
 
 def _same_multiset(left: Sequence[Hashable], right: Sequence[Hashable]) -> bool:
-    return sum(map(hash, left)) == sum(map(hash, right)) and _is_permutation(left, right)
+    """Return whether two that are not empty hold the same things; a quick no to most others."""
+    return (
+        right[0] in left
+        and sum(map(hash, left)) == sum(map(hash, right))
+        and _is_permutation(left, right)
+    )
 
 
 def _is_permutation(left: Iterable[Hashable], right: Iterable[Hashable]) -> bool:
@@ -97,11 +109,13 @@ def fingerprint(
 ) -> str:
     """Return 64 hexadecimal digits that equal results share, across processes and runs.
 
-    Equal results can differ in it only where a float lies at a rounding edge. Different results
-    can share it only where their columns agree in all but their arrangement, and regularly so.
+    Numbers that are not whole are rounded for it, to at least ten times their tolerance: only
+    where that puts an edge between two equal ones can equal results differ in it, and results that
+    differ in such numbers by less can share it. So can results whose columns agree in all but their
+    arrangement, and regularly so. An integer of 2**63 or more never looks like a float.
     """
     table = _arrange(result, names)
-    columns = [[_cell_text(value) for value in column] for column in table.columns]
+    columns = list(map(_cell_texts, table.columns))
     blocks = _blocks(result, ordered, ties)
     return _digest(_canonical_form(columns, table.labels, blocks))
 
@@ -119,18 +133,41 @@ def fingerprints(result: Relation) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Table:
-    """A result by columns; labels are the names where they count, else "" each."""
+    """A result by columns; labels are the names where they count, else "" each.
+
+    Columns of the same cells, in whatever order, have the same sum.
+    """
 
     labels: list[str]
     columns: Columns
+    sums: list[int]
+
+    def part(self, places: Sequence[int]) -> _Table:
+        """Return the columns at these places."""
+        return _Table(
+            [self.labels[place] for place in places],
+            [self.columns[place] for place in places],
+            [self.sums[place] for place in places],
+        )
+
+    def colours(self) -> list[tuple[str, int]]:
+        """Return what columns have in common where they are one."""
+        return list(zip(self.labels, self.sums, strict=True))
 
 
 def _arrange(relation: Relation, named: bool) -> _Table:
     """Return the columns as given, or in the order of their names where names count."""
     labels = [_name(name) if named else "" for name in relation.columns]
-    columns = [list(map(itemgetter(index), relation.rows)) for index in range(len(labels))]
+    columns: Columns = [[] for _ in labels]
+    sums = [0] * len(labels)
+    # A few rows at a time: cells that lie anywhere in memory are fetched from there once.
+    for start in range(0, len(relation.rows), _CHUNK_ROWS):
+        rows = relation.rows[start : start + _CHUNK_ROWS]
+        for index, cells in enumerate(zip(*rows, strict=True)):
+            columns[index].extend(cells)
+            sums[index] += sum(map(hash, cells))
     order = sorted(range(len(labels)), key=labels.__getitem__)
-    return _Table([labels[index] for index in order], [columns[index] for index in order])
+    return _Table(labels, columns, sums).part(order)
 
 
 def _name(column: str) -> str:
@@ -173,26 +210,55 @@ def _equal_cell(gold: Value, answer: Value) -> bool:
     return _is_close(_whole(gold), _whole(answer))
 
 
-def _is_close(a: int | float, b: int | float, tolerance: float = TOLERANCE) -> bool:
-    if isinstance(a, int) and isinstance(b, int):
+def _is_close(a: Number, b: Number, tolerance: float = TOLERANCE) -> bool:
+    """Return whether two numbers that went through `_whole` are one."""
+    if isinstance(a, int) or isinstance(b, int):
         return a == b
     return math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance) or (a != a and b != b)
 
 
 def _whole(number: Number) -> Number:
-    """Return an integer for a float that is one but for noise; whole numbers compare exactly.
+    """Return an integer for a float that is one but for noise, any other number as it is.
 
+    Noise is at most the tolerance, and at most 1e-6 or, where that is more, 1e-13 of the number.
     NaN gives always the same NaN: only the same object equals itself in a container.
     """
-    if 1e-6 <= number % 1 <= 1 - 1e-6:  # most floats
+    if isinstance(number, int):
         return number
-    if isinstance(number, int) or abs(number) >= _EXACT_INTEGERS:
+    size = abs(number)
+    if size < 1e7 and 1e-6 < size % 1 < 1 - 1e-6:  # most floats
         return number
     if number != number:
         return math.nan
+    if size >= _EXACT_INTEGERS:
+        return number
     nearest = round(number)
-    noise = abs(number - nearest)
-    return nearest if noise < 1e-6 and noise <= TOLERANCE / 10 * abs(number) else number
+    absolute, relative = _WHOLE
+    noise = min(TOLERANCE * max(1.0, size), max(absolute, relative * size))
+    return nearest if abs(number - nearest) <= noise else number
+
+
+def _may_agree(gold: _Table, answer: _Table) -> bool:
+    """Return whether the columns that one result has and the other has not may differ by noise.
+
+    A quick no to most wrong answers. Columns that both have stay equal whatever noise is settled.
+    """
+    odd, others = gold.part(_odd(gold, answer)), answer.part(_odd(answer, gold))
+    if not odd.columns:
+        return True
+    settled = _settle_numbers(odd, others)
+    return settled is not None and sorted(settled[0].colours()) == sorted(settled[1].colours())
+
+
+def _odd(table: _Table, other: _Table) -> list[int]:
+    """Return the places of the columns that the other one has not, or has not so often."""
+    left = Counter(other.colours())
+    places = []
+    for place, colour in enumerate(table.colours()):
+        if left[colour] < 1:
+            places.append(place)
+        left[colour] -= 1
+    return places
 
 
 def _settle_numbers(gold: _Table, answer: _Table) -> tuple[_Table, _Table] | None:
@@ -205,30 +271,23 @@ def _settle_numbers(gold: _Table, answer: _Table) -> tuple[_Table, _Table] | Non
         return None
     settled = _merge_noise(own)
     moved = {number: to for number, to in settled.items() if number in others}
-    integers, strangers = _numbers(gold.columns, int), others - own
-    if own:
-        strangers |= _numbers(answer.columns, int) - integers
+    strangers = others - own
     if strangers:
-        moved.update(_move(strangers, integers, {settled.get(number, number) for number in own}))
+        moved.update(_move(strangers, {settled.get(number, number) for number in own}))
     settled, moved = _changes(settled), _changes(moved)
     if not settled and not moved:
         return None
-    return (
-        _Table(gold.labels, _replace(gold.columns, settled)),
-        _Table(answer.labels, _replace(answer.columns, moved)),
-    )
+    return _replace(gold, settled), _replace(answer, moved)
 
 
-def _move(strangers: Numbers, integers: Numbers, settled: Numbers) -> dict[Number, Number]:
-    """Map each of the strangers that is none of the gold's numbers to the nearest of them."""
-    known = {number for number in integers | settled if number == number}
-    floats = sorted(number for number in known if isinstance(number, float))
-    numbers = sorted(known)
+def _move(strangers: Numbers, known: Numbers) -> dict[Number, Number]:
+    """Map each of the floats to an integer where it is whole, else to the nearest known float."""
+    floats = sorted(number for number in known if isinstance(number, float) and number == number)
     moved: dict[Number, Number] = {}
     for number in strangers:
         whole = _whole(number)
-        if whole not in known and whole == whole:
-            whole = _nearest(whole, floats if isinstance(whole, int) else numbers)
+        if isinstance(whole, float) and whole == whole:
+            whole = _nearest(whole, floats)
         if whole is not number:
             moved[number] = whole
     return moved
@@ -262,19 +321,20 @@ def _changes(numbers: dict[Number, Number]) -> dict[Number, Number]:
     return {number: to for number, to in numbers.items() if number != to}
 
 
-def _nearest(number: Number, among: list[Number]) -> Number:
-    """Return the nearest of the sorted numbers within tolerance, the number where there is none."""
+def _nearest(number: float, among: list[float]) -> float:
+    """Return the nearest of the sorted floats within tolerance, the number where there is none."""
     place = bisect.bisect_left(among, number)
     near = [other for other in among[max(0, place - 1) : place + 1] if _is_close(other, number)]
     return min(near, key=lambda other: abs(other - number), default=number)
 
 
-def _replace(columns: Columns, changed: dict[Number, Number]) -> Columns:
-    """Return the columns with the changed numbers in place of the old ones."""
+def _replace(table: _Table, changed: dict[Number, Number]) -> _Table:
+    """Return the table with the changed numbers in place of the old ones."""
     if not changed:
-        return columns
+        return table
     lookup = cast("dict[Value, Value]", changed)
-    return [[lookup.get(value, value) for value in column] for column in columns]
+    columns = [[lookup.get(value, value) for value in column] for column in table.columns]
+    return _Table(table.labels, columns, [sum(map(hash, column)) for column in columns])
 
 
 # Matching columns
@@ -321,9 +381,8 @@ class _Matching:
         """
         gold, answer = self._gold.columns, self._answer.columns
         rows, other_rows = self._blocks, self._blocks
-        labels = list(map(self._gold.labels.index, self._gold.labels))  # the same in both
-        colours = _colour_columns(labels, gold, rows)
-        others = _colour_columns(labels, answer, other_rows)
+        colours = _colour_table(self._gold, rows)
+        others = _colour_table(self._answer, other_rows)
         told = 0
         while told < len(set(colours)) < len(gold) and sorted(colours) == sorted(others):
             told = len(set(colours))
@@ -378,12 +437,20 @@ def _same_rows(blocks: list[int], gold: Columns, answer: Columns) -> bool:
     return _is_permutation(zip(blocks, *gold, strict=True), zip(blocks, *answer, strict=True))
 
 
+def _colour_table(table: _Table, rows: list[int]) -> list[int]:
+    """Return the first colours of a table's columns."""
+    colours = list(map(hash, table.colours()))
+    if rows.count(rows[0]) < len(rows):
+        return _colour_columns(colours, table.columns, rows)
+    # The rows tell nothing apart. Numbers that are their own hashes often have one sum.
+    sharing = Counter(colours)
+    return [
+        hash((colour, reduce(xor, map(hash, column)))) if sharing[colour] > 1 else colour
+        for colour, column in zip(colours, table.columns, strict=True)
+    ]
+
+
 def _colour_columns(colours: list[int], columns: Columns, rows: list[int]) -> list[int]:
-    if rows.count(rows[0]) == len(rows):  # they tell nothing apart
-        return [
-            hash((colour, sum(map(hash, column)), reduce(xor, map(hash, column))))
-            for colour, column in zip(colours, columns, strict=True)
-        ]
     return [
         hash((colour, sum(map(hash, zip(rows, column, strict=True)))))
         for colour, column in zip(colours, columns, strict=True)
@@ -404,6 +471,15 @@ def _distinct(columns: Sequence[Sequence[str]]) -> int:
 # Fingerprints
 
 
+def _cell_texts(column: list[Value]) -> list[str]:
+    kinds = set(map(type, column))
+    if kinds == {int}:
+        return list(map("n{}".format, column))
+    if kinds == {str}:
+        return list(map("t{}".format, column))
+    return list(map(_cell_text, column))
+
+
 def _cell_text(value: Value) -> str:
     """Return text that equal cells share and different ones do not."""
     if isinstance(value, int):
@@ -415,9 +491,9 @@ def _cell_text(value: Value) -> str:
     if isinstance(value, bytes):
         return "x" + value.hex()
     number = _whole(value)
-    if isinstance(number, int) or abs(number) < TOLERANCE:
-        return f"n{round(number)}"
-    return f"n{number:.{_DIGITS}e}"
+    if isinstance(number, int):
+        return f"n{number}"
+    return f"n{number:.{_DECIMALS}f}" if abs(number) < 1 else f"n{number:.{_DIGITS}e}"
 
 
 def _canonical_form(columns: list[list[str]], labels: list[str], blocks: list[int]) -> object:

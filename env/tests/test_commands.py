@@ -109,11 +109,11 @@ def test_a_person_plays_a_task(files: list[str]) -> None:
         ),
         (
             "quit\nsubmit SELECT 3\n",
-            "result    none submitted\nprotocol  broken (budget x1, no_submit x1)\nreward    0\n",
+            "result    none submitted\nprotocol  broken (no_submit x1)\nreward    0\n",
         ),
         (
             "",
-            "result    none submitted\nprotocol  broken (budget x1, no_submit x1)\nreward    0\n",
+            "result    none submitted\nprotocol  broken (no_submit x1)\nreward    0\n",
         ),
     ],
 )
@@ -127,7 +127,7 @@ def test_the_turn_budget_ends_the_game(files: list[str]) -> None:
     said = run_here("play", *files, "--max-turns", "2", typed="tables\n" * 5)
     assert said.stdout.count("river (table, 2 rows)") == 2
     assert "[note: 1 turn left]" in said.stdout
-    assert "no_submit x1" in said.stdout
+    assert "broken (budget x1, no_submit x1)" in said.stdout
 
 
 def test_the_oracle_is_never_shown(files: list[str]) -> None:

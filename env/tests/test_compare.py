@@ -43,12 +43,38 @@ def relation(rows: Sequence[Row], columns: Sequence[str] | None = None) -> Execu
         (float("inf"), 1e308, False),
         (float("nan"), float("nan"), True),
         (float("nan"), None, False),
+        (10**400, 1.5, False),
+        (10**400, 0.0, False),
+        (10**400, float("inf"), False),
+        (10**20, 1e20, True),
+        (10**20, 1.0000000000001e20, False),
+        (1e20, 1.0000000000001e20, True),
+        # Whole numbers are exact, and noise is what computing with floats brings.
+        (1234567890, 1234567890.6, False),
+        (1234567890.0, 1234567890.6, False),
+        (1234567890.5, 1234567890.6, True),
+        (12345678901, 12345678901.000002, True),
+        (12345678901, 12345678901.01, False),
+        (3, 3.0000000009, True),
+        (3, 3.000000004, False),
+        (3.000000005, 3.000000004, True),
+        (1000.0000009, 1000, True),
+        (100_000.000002, 100_000, False),
+        (-2, -2.0000000001, True),
+        (1, 0.9999999995, True),
+        (0, -1e-10, True),
+        (0, 2e-9, False),
+        # Below 1 the tolerance is absolute.
+        (0.001, 0.0010000009, True),
+        (0.001, 0.001000006, False),
     ],
 )
 def test_cells(left: Value, right: Value, equal: bool) -> None:
     a, b = relation([(left,)]), relation([(right,)])
     assert compare(a, b) is compare(b, a) is equal
     assert compare(a, b, ordered=True) is equal
+    turned = relation([("x", left), ("y", 7)]), relation([(7, "y"), (right, "x")])
+    assert compare(*turned) is compare(*turned[::-1]) is equal
     if fingerprint(a) == fingerprint(b):
         assert equal
 
@@ -127,7 +153,7 @@ def test_fingerprints_agree_with_the_comparer() -> None:
 
 def test_fingerprint_is_stable() -> None:
     assert fingerprint(relation([(1, "a"), (None, 2.5)])) == (
-        "50fb8563217af29f6e52d033ddc1a610a774cc130b5d2f85fb5e9c44521b5eb1"
+        "7eec76b69f6e04aba3ca7d60c445b7dfc083571e9bba8956e8ac353b8d7f8717"
     )
 
 
@@ -205,3 +231,42 @@ def test_nan_equals_nan_wherever_it_stands() -> None:
     assert compare(gold, answer)
     assert fingerprint(gold) == fingerprint(answer)
     assert not compare(gold, relation([(3, 2.5), (1, None), (2, 0.5)]))
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "equal"),
+    [
+        (0.001, 0.0010000009, True),
+        (0.001, 0.001000011, False),
+        (2.5, 2.5000000024, True),
+        (2.5, 2.5000002, False),
+        (9.5, 9.500000009, True),
+        (987654.25, 987654.2509, True),
+        (1234567890, 1234567890.6, False),
+        (1234567890.2, 1234567890.6, True),
+        (3, 3.000000002, True),
+        (3, 3.00000001, False),
+        (1e-10, 0, True),
+        (2e-9, 0, False),
+        (0.25, -0.25, False),
+        (1e20, 1.0000000000001e20, True),
+    ],
+)
+def test_fingerprints_of_numbers_agree_with_the_comparer(
+    left: Value, right: Value, equal: bool
+) -> None:
+    a, b = relation([(left,)]), relation([(right,)])
+    assert compare(a, b) is equal
+    assert (fingerprint(a) == fingerprint(b)) is equal
+
+
+def test_fingerprints_of_numbers_agree_away_from_rounding_edges() -> None:
+    rng = random.Random(5)
+    for _ in range(500):
+        number = (10 * rng.randrange(10**5) + 3) * 10.0 ** rng.randrange(-8, 0)
+        a, close = relation([(number,)]), number + 0.9e-9 * max(1, number) * rng.uniform(-1, 1)
+        far = number + 2e-7 * max(1, number)
+        assert compare(a, relation([(close,)]))
+        assert fingerprint(a) == fingerprint(relation([(close,)]))
+        assert not compare(a, relation([(far,)]))
+        assert fingerprint(a) != fingerprint(relation([(far,)]))

@@ -141,7 +141,7 @@ def test_many_episodes_keep_the_jobs_order(url: str) -> None:
 def test_policy_that_cannot_go_on_is_truncated(url: str) -> None:
     trajectory = play_one(url, lambda turn, new: None if turn == 2 else solve(turn, new)).trajectory
     assert (trajectory.turns, trajectory.terminated, trajectory.truncated) == (1, False, True)
-    assert trajectory.verdict.violations == {"budget": 1, "no_submit": 1}
+    assert trajectory.verdict.violations == {"no_submit": 1}
     assert trajectory.verdict.infrastructure == ""
 
 

@@ -14,6 +14,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import build_database, call, files_in, make_task
@@ -21,10 +22,11 @@ from shared_data import need, unpack
 
 from hsql_env.compare import fingerprint
 from hsql_env.harness import Episode, EpisodeConfig
-from hsql_env.harness.verify import Verifier
+from hsql_env.harness.ties import with_rank
+from hsql_env.harness.verify import OracleError, Verifier
 from hsql_env.records import Database
 from hsql_env.registry import DatabaseError, open_database
-from hsql_env.sandbox import Failure, GuardProfile, Limits, SandboxPool
+from hsql_env.sandbox import Execution, Failure, FailureKind, GuardProfile, Limits, SandboxPool
 
 Play = Callable[..., Episode]
 Judge = Callable[..., bool]
@@ -303,6 +305,26 @@ def test_case_14_text_that_is_not_utf8(pool: SandboxPool, judge: Judge, tmp_path
     assert plan.failure == Failure("sql_error", "a name or a plan holds text that is not UTF-8")
 
 
+@pytest.mark.parametrize("encoding", ["UTF-8", "UTF-16le", "UTF-16be"])
+def test_case_14_text_of_any_encoding(pool: SandboxPool, tmp_path: Path, encoding: str) -> None:
+    half = {"UTF-8": "ff", "UTF-16le": "00d8", "UTF-16be": "d800"}[encoding]
+    script = f"PRAGMA encoding = '{encoding}'; CREATE TABLE t (x, y); INSERT INTO t VALUES "
+    path = str(build_database(tmp_path / "x.sqlite", script + f"(CAST(x'{half}' AS TEXT), 'Bodø')"))
+    execution = pool.execute(path, f"SELECT CAST(x'{half}' AS TEXT), 'abc €', 7, x'00ff', y FROM t")
+    assert execution.rows == (("\ufffd", "abc €", 7, b"\x00\xff", "Bodø"),)
+    tables = pool.tables(path)
+    assert isinstance(tables, tuple)
+    assert tables[0].sample_rows == (("\ufffd", "Bodø"),)
+
+
+@pytest.mark.parametrize("end", ["/* open", "/* a */ /*/", "-- line", "/* a */", "; -- x", "/* ;"])
+def test_case_14_whatever_comment_ends_the_query(
+    pool: SandboxPool, city_path: str, end: str
+) -> None:
+    execution = pool.execute(city_path, f"SELECT CAST(x'ff' AS TEXT) AS \"/*\" {end}")
+    assert (execution.failure, execution.rows) == (None, (("\ufffd",),))
+
+
 def test_case_14_a_column_whose_name_is_not_utf8(pool: SandboxPool, tmp_path: Path) -> None:
     path = build_database(tmp_path / "latin.sqlite", "CREATE TABLE t (cafX TEXT, n INTEGER)")
     path.write_bytes(path.read_bytes().replace(b"cafX", b"caf\xe9"))
@@ -501,6 +523,40 @@ def test_case_20_ties(judge: Judge, tmp_path: Path, oracle: str, answer: str, ri
     path = str(build_database(tmp_path / "score.sqlite", SCORES))
     assert judge(oracle, oracle, path=path, ordered=True)
     assert judge(oracle, answer, path=path, ordered=True) is right
+
+
+@pytest.mark.parametrize("kind", ["infrastructure", "timeout", "memory", "too_large"])
+def test_case_20_ties_that_could_not_be_found_are_asked_for_again(
+    pool: SandboxPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: FailureKind
+) -> None:
+    """A failure of the query for them is nobody's mistake, and is not remembered."""
+    path = str(build_database(tmp_path / "score.sqlite", SCORES))
+    task = make_task(BY_POINTS, ordered=True).hidden
+    failing = [Execution(failure=Failure(kind, "the worker died"))]
+    execute = pool.execute
+
+    def fail_once(path: str, sql: str, *more: Any) -> Execution:
+        ranks = "DENSE_RANK" in sql.upper()
+        return failing.pop() if ranks and failing else execute(path, sql, *more)
+
+    monkeypatch.setattr(pool, "execute", fail_once)
+    verifier = Verifier(pool)
+    with pytest.raises(OracleError, match=f"^the ties of task t1 could not be found: {kind}$"):
+        verifier.check(path, task, BY_POINTS + ", name DESC")
+    assert failing == []
+    assert verifier.check(path, task, BY_POINTS + ", name DESC")
+
+
+def test_case_20_a_query_without_a_rank_has_no_ties(
+    pool: SandboxPool, judge: Judge, tmp_path: Path
+) -> None:
+    path = str(build_database(tmp_path / "score.sqlite", SCORES))
+    oracle = "SELECT name FROM score ORDER BY row_number() OVER (ORDER BY points DESC, name)"
+    ranked = pool.execute(path, with_rank(oracle, 1) or "")
+    assert ranked.failure is not None
+    assert ranked.failure.kind == "sql_error"
+    assert judge(oracle, BY_POINTS + ", name", path=path, ordered=True)
+    assert not judge(oracle, BY_POINTS + ", name DESC", path=path, ordered=True)
 
 
 @pytest.mark.parametrize(

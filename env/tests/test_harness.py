@@ -16,7 +16,8 @@ from hsql_env.harness import (
     InfrastructureError,
 )
 from hsql_env.harness.render import render_cell
-from hsql_env.records import Database
+from hsql_env.harness.verify import Verifier
+from hsql_env.records import Call, Database
 from hsql_env.sandbox import Limits, SandboxPool, Value
 
 Play = Callable[..., Episode]
@@ -220,7 +221,18 @@ def test_stopped_episode_is_truncated(play: Play) -> None:
     episode = play(COUNT, call("sql_exec", query=COUNT))
     episode.stop()
     assert episode.truncated
-    assert episode.verdict().violations == {"budget": 1, "no_submit": 1}
+    assert episode.verdict().violations == {"no_submit": 1}
+    assert not episode.verdict().protocol_ok
+
+
+def test_only_a_budget_that_ended_the_episode_is_a_violation(play: Play) -> None:
+    quit_at_once = play(COUNT).verdict()
+    assert (quit_at_once.violations, quit_at_once.protocol_ok) == ({"no_submit": 1}, False)
+    spent = play(COUNT, call("sql_list_tables"), config=EpisodeConfig(max_turns=1))
+    spent.stop()  # too late: the episode was over
+    assert spent.verdict().violations == {"budget": 1, "no_submit": 1}
+    last = play(COUNT, call("sql_submit", query=COUNT), config=EpisodeConfig(max_turns=1))
+    assert last.verdict().violations == {"submit_not_executed": 1}
 
 
 def test_calls_a_turn_are_bounded(play: Play) -> None:
@@ -239,7 +251,7 @@ def test_one_reply_stands_for_all_the_calls_that_were_not_run(play: Play, surplu
     assert replies[0] == "count(*)\n3\n(1 row)"
     assert replies[8] == "Error: at most 8 calls are run a turn; the rest was not run"
     assert [entry.outcome for entry in episode.calls] == ["ok"] * 8 + ["invalid"]
-    assert episode.verdict().violations == {"budget": 1, "invalid_call": 1, "no_submit": 1}
+    assert episode.verdict().violations == {"invalid_call": 1, "no_submit": 1}
 
 
 def test_calls_after_the_accepted_one_are_bounded_too(play: Play) -> None:
@@ -267,6 +279,72 @@ def test_a_fault_of_the_harness_is_never_the_policys(city: Database) -> None:
     assert episode.over
     verdict = episode.verdict()
     assert (verdict.infrastructure, verdict.protocol_ok) == ("the sandbox is closed", False)
+
+
+def test_a_fault_in_judging_is_a_failure_of_the_harness_for_good(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    episode = play(COUNT, call("sql_exec", query=COUNT), call("sql_submit", query=COUNT))
+    faults = [RecursionError("deep inside"), OverflowError("never reached")]
+    monkeypatch.setattr(Verifier, "check", lambda *_: (_ for _ in ()).throw(faults.pop(0)))
+    verdict = episode.verdict()
+    assert verdict.infrastructure == "the harness failed (RecursionError)"
+    assert (verdict.result_ok, verdict.protocol_ok, verdict.reward) == (False, False, 0.0)
+    assert episode.verdict() == verdict
+    assert len(faults) == 1
+
+
+def test_a_fault_in_reading_a_turn_ends_the_episode(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    episode = play(COUNT)
+    monkeypatch.setattr("hsql_env.harness.episode.parse_turn", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        episode.step(call("sql_list_tables"))
+    assert episode.over
+    assert episode.verdict().infrastructure == "the harness failed (ZeroDivisionError)"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "\\ud800", "arguments": 5}',
+        '{"name": "\\ud800", "arguments": {}}',
+        '{"name": "sql_exec", "arguments": {"\\udfff": 1}}',
+        '{"name": "sql_exec", "arguments": {"query": "SELECT 1", "limit": NaN}}',
+        '{"name": "sql_exec", "arguments": {"query": "SELECT 1", "limit": 1' + "0" * 400 + "}}",
+    ],
+)
+def test_whatever_is_called_can_be_recorded(play: Play, body: str) -> None:
+    episode = play(COUNT, f"<tool_call>{body}</tool_call>")
+    (entry,) = episode.calls
+    assert Call.model_validate_json(entry.model_dump_json()).outcome == entry.outcome
+    assert episode.verdict().infrastructure == ""
+
+
+WIDE = ", ".join(f"'{'x' * 200}' AS c{column}" for column in range(10))
+
+
+def test_a_long_results_rows_are_cut_and_not_its_total_or_warning(play: Play) -> None:
+    many = f"WITH t(n) AS (SELECT value FROM json_each('[{', '.join(map(str, range(60)))}]')) "
+    text = observe(play, call("sql_exec", query=f'{many} SELECT n, {WIDE}, "nosuch" FROM t'))
+    shown, total, warning, note = text.rsplit("\n", 3)
+    assert total == "(50 of 60 rows shown)"
+    assert warning == "[note: \"nosuch\" is no column; SQLite read it as the text 'nosuch']"
+    assert note == "[note: cut at 6000 of 102241 characters]"
+    assert shown.startswith("n | c0 | c1")
+    assert shown.endswith("x…")
+    assert len(f"{shown}\n{total}\n{warning}") == 6001
+    short = observe(play, call("sql_exec", query=f"SELECT {WIDE}"), observation_chars=200)
+    assert short.splitlines()[-2:] == ["(1 row)", "[note: cut at 200 of 2083 characters]"]
+
+
+def test_a_warning_has_a_bounded_length(play: Play) -> None:
+    text = observe(play, call("sql_exec", query=f'SELECT 1 AS n WHERE "{"y" * 9000}" = 1'))
+    name = "y" * 300 + "…"
+    assert text == (
+        f"n\n(0 rows)\n[note: \"{name}\" is no column; SQLite read it as the text '{name}']"
+    )
 
 
 def test_notes_are_inside_the_observation_and_history_only_grows(play: Play) -> None:

@@ -15,6 +15,7 @@ def wrap(body: str) -> str:
 
 
 EXEC = '{"name": "sql_exec", "arguments": {"query": "SELECT 1"}}'
+LIST = '{"name": "sql_list_tables"}'
 PARSED = ParsedCall("sql_exec", {"query": "SELECT 1"})
 
 
@@ -28,6 +29,10 @@ PARSED = ParsedCall("sql_exec", {"query": "SELECT 1"})
         f"I will look.\n{wrap(EXEC)}\n",
         f"<tool_call>{EXEC}</tool_call>",
         wrap('{"name": "sql_exec", "arguments": "{\\"query\\": \\"SELECT 1\\"}"}'),
+        # The reasoning's opening tag stood in the prompt.
+        f"I write a <tool_call> now.</think>{wrap(EXEC)}",
+        f"So: <tool_call>{{ and </tool_call></think>\n\n{wrap(EXEC)}",
+        f"A draft: {wrap(LIST)} will do.</think>{wrap(EXEC)}",
     ],
 )
 def test_one_call(text: str) -> None:
@@ -45,6 +50,32 @@ def test_closing_tag_inside_sql_is_text() -> None:
         ParsedCall("sql_exec", {"query": "SELECT '</tool_call>'"}),
         PARSED,
     )
+
+
+def test_end_of_reasoning_inside_sql_is_text() -> None:
+    body = '{"name": "sql_exec", "arguments": {"query": "SELECT \'</think><tool_call>\'"}}'
+    mention = ParsedCall("sql_exec", {"query": "SELECT '</think><tool_call>'"})
+    assert parse_turn(wrap(body)).calls == (mention,)
+    assert parse_turn(wrap(body) + wrap(EXEC)).calls == (mention, PARSED)
+    assert parse_turn(f"<tool_call> it is</think>{wrap(EXEC)}{wrap(body)}").calls == (
+        PARSED,
+        mention,
+    )
+    (cut,) = parse_turn('<tool_call>{"name": "sql_exec", "arguments": {"query": "</think>').calls
+    assert cut.error.startswith("the tool call is not valid JSON")
+    assert parse_turn(f"{wrap(EXEC)}</think>").calls == (PARSED,)
+
+
+@pytest.mark.parametrize("arguments", ['""', '" \\n"', '"{}"', "{}"])
+def test_no_arguments_may_be_blank(arguments: str) -> None:
+    body = f'{{"name": "sql_list_tables", "arguments": {arguments}}}'
+    assert parse_turn(wrap(body)).calls == (ParsedCall("sql_list_tables", {}),)
+
+
+@pytest.mark.parametrize("arguments", ["5", "[1]", '{"a": [[[[[[]]]]]]}', "{}", '"x"'])
+def test_a_name_that_is_no_text_is_not_kept(arguments: str) -> None:
+    (bad,) = parse_turn(wrap(f'{{"name": "\\ud800", "arguments": {arguments}}}')).calls
+    assert bad == ParsedCall(error="the tool call holds characters that are not valid text")
 
 
 def test_line_break_inside_sql_is_kept() -> None:
@@ -110,10 +141,13 @@ def test_no_more_calls_than_asked_for(most: int) -> None:
         "<tool_call>" + "[" * 50,
         "<think>",
         "</think>",
+        "<tool_call></think>",
+        '<tool_call>["',
     ],
 )
-def test_time_is_linear_in_the_text(piece: str) -> None:
-    text = piece * (4_000_000 // len(piece))
+@pytest.mark.parametrize("end", ["", "</think><tool_call>"])
+def test_time_is_linear_in_the_text(piece: str, end: str) -> None:
+    text = piece * (4_000_000 // len(piece)) + end
     started = time.process_time()
     calls = parse_turn(text, 9).calls
     assert time.process_time() - started < 0.5

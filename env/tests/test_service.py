@@ -124,6 +124,37 @@ def test_structured_tool_calls(env: Environment, service: ServiceProcess) -> Non
     ]  # fmt: skip
 
 
+def test_beside_structured_calls_content_is_text(env: Environment, service: ServiceProcess) -> None:
+    contents = [
+        "<think>cut off",
+        "<think>a <tool_call> is due</think>Now:",
+        "I make a <tool_call> now.",
+        "no end of </think> a <tool_call>",
+        call("sql_submit", query=COUNT),
+    ]
+    made = {"function": {"name": "sql_list_tables", "arguments": ""}}
+    odd = {"function": {"name": "sql_exec", "arguments": '{"query": "\\ud800"}'}}
+    for content in contents:
+        episode_id = env.start("t1").episode_id
+        body = {"turn": 1, "content": content, "tool_calls": [made, odd]}
+        status, text = request(f"{service.url}/episodes/{episode_id}/step", "POST", body)
+        assert status == 200
+        listed, refused = (message["content"] for message in json.loads(text)["messages"])
+        assert listed.startswith("city (table, 3 rows)")
+        assert refused.startswith("Error: the tool call holds characters that are not valid text")
+        finished = env.finish(episode_id)
+        assert [entry.outcome for entry in finished.calls] == ["ok", "invalid"]
+        assert finished.verdict.violations == {"invalid_call": 1, "no_submit": 1}
+
+
+def test_an_odd_name_does_not_spoil_the_verdict(env: Environment) -> None:
+    episode_id = env.start("t1").episode_id
+    env.step(episode_id, 1, '<tool_call>{"name": "\\ud800", "arguments": 5}</tool_call>')
+    finished = env.finish(episode_id)
+    assert finished.verdict.violations == {"invalid_call": 1, "no_submit": 1}
+    assert [(entry.tool, entry.outcome) for entry in finished.calls] == [("", "invalid")]
+
+
 def test_compaction_over_the_wire(env: Environment) -> None:
     """What a client with a context budget holds is what the service counts."""
     started = env.start("t1", context_chars=6_000)

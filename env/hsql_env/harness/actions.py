@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hsql_env.harness.render import SHOWN_ROWS, render_execution, render_schema, render_tables
+from hsql_env.harness.render import (
+    SHOWN_ROWS,
+    render_execution,
+    render_schema,
+    render_summary,
+    render_tables,
+)
 from hsql_env.sandbox import Failure, GuardProfile, Limits, SandboxPool, Table
 
 
@@ -18,6 +24,7 @@ class Outcome:
     """What a call gave: the observation's text, and what the transcript keeps of it."""
 
     text: str
+    summary: str = ""  # the end of the text, to be kept where the text is cut
     failure: Failure | None = None
     sql: str = ""
     capped: bool = False  # the result has more rows than were shown
@@ -55,20 +62,21 @@ class Actions:
         execution = self.pool.execute(self.path, sql, self.limits, self.guard)
         _raise_infrastructure(execution.failure)
         capped = execution.total_rows > min(limit, SHOWN_ROWS)
-        return Outcome(render_execution(execution, limit), execution.failure, sql, capped)
+        text, summary = render_execution(execution, limit), render_summary(execution, limit)
+        return Outcome(text, summary, execution.failure, sql, capped)
 
     def _submit(self, sql: str) -> Outcome:
         failure = self.pool.execute(self.path, sql, self.limits, self.guard).failure
         _raise_infrastructure(failure)
         if failure is not None:
-            return Outcome(f"REJECTED: {failure.message}", failure, sql)
+            return Outcome(f"REJECTED: {failure.message}", failure=failure, sql=sql)
         return Outcome("ACCEPTED", sql=sql, accepted=True)
 
     def _tables(self) -> tuple[Table, ...] | Outcome:
         tables = self.pool.tables(self.path, self.limits.wall_s)
         if isinstance(tables, Failure):
             _raise_infrastructure(tables)
-            return Outcome(f"Error: {tables.message}", tables)
+            return Outcome(f"Error: {tables.message}", failure=tables)
         return tables
 
 

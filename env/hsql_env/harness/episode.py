@@ -97,6 +97,8 @@ class Episode:
         self._verifier = verifier or Verifier(pool, self.config.verify_limits)
         self._violations: Counter[str] = Counter()
         self._activations: Counter[str] = Counter()
+        self._out_of_budget = False
+        self._verdict: Verdict | None = None
         self._first_turn: dict[str, int] = {}  # call -> the turn that made it first
         self._executed: set[str] = set()
         self.infrastructure = ""  # why the harness failed, "" while it has not
@@ -128,18 +130,17 @@ class Episode:
         self.reset()
         self.turns += 1
         self.messages.append(Message(role="assistant", content=content))
-        calls = parse_turn(content, self.config.max_calls_per_turn + 1).calls
         try:
-            observed = [
-                self._observe(call, number) for number, call in enumerate(calls or _NO_CALL)
-            ]
-        except InfrastructureError as error:
-            self.infrastructure = str(error)
+            return self._run(content)
+        except Exception as error:
+            self.infrastructure = _reason(error)
             raise
-        except Exception as error:  # a fault of ours is never the policy's
-            self.infrastructure = f"the harness failed ({type(error).__name__})"
-            raise
-        self.truncated = not self.terminated and self.turns >= self.config.max_turns
+
+    def _run(self, content: str) -> StepResult:
+        calls = parse_turn(content, self.config.max_calls_per_turn + 1).calls
+        observed = [self._observe(call, number) for number, call in enumerate(calls or _NO_CALL)]
+        if not self.terminated and self.turns >= self.config.max_turns:
+            self._end_out_of_budget()
         observed[-1][1].extend(self._budget_notes())
         replies = tuple(Message(role="tool", content=_with_notes(*pair)) for pair in observed)
         self.messages += replies
@@ -148,12 +149,21 @@ class Episode:
         return StepResult(replies, self.terminated, self.truncated, notes, compacted)
 
     def stop(self) -> None:
-        """End an episode that the policy cannot go on with, such as when its context is full."""
+        """End an episode that the policy gives up or cannot go on with; no budget of ours did."""
         self.truncated = not self.terminated
 
     def verdict(self) -> Verdict:
-        """Return the judgement, equation (2). An episode not ended by a submit is truncated."""
+        """Return the judgement, equation (2); asked again, the same.
+
+        An episode not ended by a submit is truncated. Whatever goes wrong in judging is a failure
+        of the harness, which the verdict names.
+        """
         self.stop()
+        if self._verdict is None:
+            self._verdict = self._judge()
+        return self._verdict
+
+    def _judge(self) -> Verdict:
         result_ok = self.terminated and not self.infrastructure and self._check_result()
         violations = self._final_violations()
         sample = not self.infrastructure
@@ -174,15 +184,15 @@ class Episode:
             return self._verifier.check(
                 self._path, self.task.hidden, self.final_sql, self.config.guard
             )
-        except OracleError as error:
-            self.infrastructure = str(error)
+        except Exception as error:
+            self.infrastructure = _reason(error)
             return False
 
     def _final_violations(self) -> dict[str, int]:
         violations = self._violations.copy()
         if not self.terminated:
             violations["no_submit"] += 1
-            violations["budget"] += 1
+            self._count(violations, "budget" if self._out_of_budget else None)
         elif _plain(self.final_sql) not in self._executed:
             violations["submit_not_executed"] += 1
         return dict(sorted(violations.items()))
@@ -198,7 +208,7 @@ class Episode:
         outcome = self._actions.run(call.name, call.arguments)
         self._first_turn.setdefault(key, self.turns)
         self._record(call, outcome, duplicate=first > 0)
-        text, notes = self._cut(outcome.text)
+        text, notes = self._cut(outcome.text, outcome.summary)
         if first:
             self._activations["repeat_notice"] += 1
             notes.append(f"same call as in turn {first}")
@@ -243,12 +253,17 @@ class Episode:
             )
         )
 
-    def _cut(self, text: str) -> tuple[str, list[str]]:
+    def _cut(self, text: str, summary: str = "") -> tuple[str, list[str]]:
+        """Return the text within the limit, and a note where it is cut.
+
+        Of a text that ends with a summary of it, what comes before the summary is cut.
+        """
         limit = self.config.observation_chars
         if len(text) <= limit:
             return text, []
         self._activations["truncation"] += 1
-        return text[:limit] + "…", [f"cut at {limit} of {len(text)} characters"]
+        end = f"\n{summary}" if 0 < len(summary) < limit else ""
+        return text[: limit - len(end)] + "…" + end, [f"cut at {limit} of {len(text)} characters"]
 
     def _compact(self) -> tuple[tuple[int, Message], ...]:
         """Bring the policy's context within its budget, or end the episode."""
@@ -260,8 +275,12 @@ class Episode:
         for index, message in changes:
             self._context[index] = message
         self._count(self._activations, "compaction" if changes else None)
-        self.truncated = sum(len(message.content) for message in self._context) > budget
+        if sum(len(message.content) for message in self._context) > budget:
+            self._end_out_of_budget()
         return tuple(changes)
+
+    def _end_out_of_budget(self) -> None:
+        self.truncated = self._out_of_budget = True
 
     def _budget_notes(self) -> list[str]:
         left = self.config.max_turns - self.turns
@@ -274,6 +293,13 @@ class Episode:
     def _count(counter: Counter[str], name: str | None) -> None:
         if name:
             counter[name] += 1
+
+
+def _reason(error: Exception) -> str:
+    """Return why the harness failed, never empty. A fault of ours is never the policy's."""
+    if isinstance(error, InfrastructureError | OracleError) and str(error):
+        return str(error)
+    return f"the harness failed ({type(error).__name__})"
 
 
 def _call_key(call: ParsedCall) -> str:

@@ -12,7 +12,9 @@ _CLOSE = "</tool_call>"
 _THINK_OPEN = "<think>"
 _THINK_CLOSE = "</think>"
 _BLANK = re.compile(r"\s*")
+_MENTIONS = 64  # calls looked at for the one that holds a tag: each may take the text's length
 _MAX_DEPTH = 4  # no tool takes more than a list in an object
+_NOT_TEXT = "the tool call holds characters that are not valid text"
 _DECODER = json.JSONDecoder(strict=False)  # line breaks inside a SQL string are fine
 
 
@@ -53,7 +55,29 @@ def _after_thinking(text: str) -> str:
     head, close, tail = text.partition(_THINK_CLOSE)
     if text.lstrip().startswith(_THINK_OPEN):
         return tail
-    return tail if close and _OPEN not in head else text
+    if not close:
+        return text
+    if _OPEN not in head:
+        return tail
+    # Reasoning that mentions a call, or a call that mentions the end of reasoning.
+    return tail if _OPEN in tail and not _is_inside_call(text, len(head)) else text
+
+
+def _is_inside_call(text: str, place: int) -> bool:
+    """Return whether the place is inside the JSON of one of the first calls."""
+    end = 0
+    for _ in range(_MENTIONS):
+        start = text.find(_OPEN, end, place)
+        if start < 0:
+            return False
+        end = start + len(_OPEN)
+        try:
+            _, end = _DECODER.raw_decode(text, _after_blank(text, end))
+        except (ValueError, RecursionError):
+            continue  # a mention of a call, or one that cannot be run
+        if end > place:
+            return True
+    return False
 
 
 def _parse_call(body: str, start: int) -> tuple[ParsedCall, int]:
@@ -91,6 +115,8 @@ def _read_call(value: object) -> ParsedCall:
     name = value.get("name")
     if not isinstance(name, str) or not name:
         return ParsedCall(error="a tool call needs a name")
+    if not is_unicode(name):
+        return ParsedCall(error=_NOT_TEXT)  # and nowhere a name that no record could hold
     arguments = value.get("arguments", {})
     if isinstance(arguments, str):
         arguments = _decode_arguments(arguments)
@@ -98,12 +124,14 @@ def _read_call(value: object) -> ParsedCall:
         return ParsedCall(name=name, error="arguments must be a JSON object")
     if _depth(arguments) > _MAX_DEPTH:
         return ParsedCall(name=name, error=f"arguments are nested over {_MAX_DEPTH} levels deep")
-    if not _is_unicode(name) or not _is_unicode(json.dumps(arguments, ensure_ascii=False)):
-        return ParsedCall(error="the tool call holds characters that are not valid text")
+    if not is_unicode(json.dumps(arguments, ensure_ascii=False)):
+        return ParsedCall(error=_NOT_TEXT)
     return ParsedCall(name, arguments)
 
 
 def _decode_arguments(text: str) -> object:
+    if not text.strip():  # some endpoints' way to write no arguments
+        return {}
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):
@@ -120,7 +148,8 @@ def _depth(value: object, limit: int = 8) -> int:
     return 1 + max((_depth(part, limit - 1) for part in inner), default=0)
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Return whether the text can be encoded: it holds no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -39,16 +39,24 @@ def render_schema(tables: Sequence[Table], names: Sequence[str]) -> str:
 
 
 def render_execution(execution: Execution, limit: int = SHOWN_ROWS) -> str:
-    """Return header, rows and the true total of a query that ran, or its error."""
+    """Return header, rows and the summary of a query that ran, or its error."""
     if execution.failure is not None:
         return f"Error: {execution.failure.message}"
-    shown = execution.rows[: min(limit, SHOWN_ROWS)]
-    lines = [" | ".join(_one_line(name) for name in execution.columns)]
-    lines += [_render_row(row) for row in shown]
-    lines.append(_total(len(shown), execution))
-    if execution.text_name:
-        lines.append(_text_name_note(execution.text_name))
-    return "\n".join(lines)
+    header = " | ".join(_one_line(name) for name in execution.columns)
+    rows = map(_render_row, _shown(execution, limit))
+    return "\n".join([header, *rows, render_summary(execution, limit)])
+
+
+def render_summary(execution: Execution, limit: int = SHOWN_ROWS) -> str:
+    """Return the last lines on a query that ran: the true total, warnings. "" for one that failed.
+
+    They have a bounded length and are to be read even where the rows are too long to be.
+    """
+    if execution.failure is not None:
+        return ""
+    total = _total(len(_shown(execution, limit)), execution)
+    name = execution.text_name
+    return f"{total}\n{_text_name_note(name)}" if name else total
 
 
 def render_cell(value: Value) -> str:
@@ -61,12 +69,19 @@ def render_cell(value: Value) -> str:
         return repr(value)
     if value == "NULL":
         return "'NULL'"
-    cut = value if len(value) <= CELL_CHARS else value[:CELL_CHARS] + "…"
-    return _one_line(cut)
+    return _one_line(_cut(value))
+
+
+def _shown(execution: Execution, limit: int) -> tuple[Row, ...]:
+    return execution.rows[: min(limit, SHOWN_ROWS)]
 
 
 def _render_row(row: Row) -> str:
     return " | ".join(map(render_cell, row))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= CELL_CHARS else text[:CELL_CHARS] + "…"
 
 
 def _one_line(text: str) -> str:
@@ -83,6 +98,7 @@ def _total(shown: int, execution: Execution) -> str:
 
 
 def _text_name_note(name: str) -> str:
+    name = _cut(name)
     quoted, text = _quoted_name(name), "'" + name.replace("'", "''") + "'"
     return f"[note: {_one_line(quoted)} is no column; SQLite read it as the text {_one_line(text)}]"
 

@@ -23,6 +23,7 @@ def find_ties(oracle: Execution, sql: str, execute: Callable[[str], Execution]) 
     """Return one number a row of the oracle's result, which the rows of a tie share.
 
     Returns () where the ties cannot be known, or a LIMIT cuts one: then every row has its place.
+    `execute` runs the query for the ranks; it should raise for a failure that is not the query's.
     """
     query = with_rank(sql, len(oracle.columns))
     if query is None:
@@ -45,7 +46,7 @@ def with_rank(sql: str, width: int) -> str | None:
     """
     try:
         tree = sqlglot.parse_one(sql, dialect=_DIALECT)
-    except SqlglotError:
+    except (SqlglotError, RecursionError):
         return None
     order = tree.args.get("order")
     if not isinstance(tree, exp.Query) or not isinstance(order, exp.Order):

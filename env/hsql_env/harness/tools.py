@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hsql_env.harness.parse import ParsedCall
+from hsql_env.harness.parse import ParsedCall, is_unicode
 from hsql_env.sandbox.backend import dialect
 
 MAX_SCHEMA_TABLES = 20
@@ -106,14 +106,29 @@ _CHECKS: dict[str, tuple[frozenset[str], Callable[[dict[str, Any]], str]]] = {
 def tool_call_text(tool: str, arguments: Mapping[str, Any] | str) -> str:
     """Return a tool call exactly as Qwen3 emits it.
 
-    Arguments that are JSON text of an object are written as that object; any other text stays one,
-    and is refused when the call is run.
+    Arguments that are JSON text of an object are written as that object, and blank ones as an empty
+    one; any other text stays one, and is refused when the call is run.
     """
     if isinstance(arguments, str):
         try:
-            decoded = json.loads(arguments, strict=False)
+            decoded = json.loads(arguments.strip() or "{}", strict=False)
         except (ValueError, RecursionError):
             decoded = None
         arguments = decoded if isinstance(decoded, dict) else arguments
-    body = json.dumps({"name": tool, "arguments": arguments}, ensure_ascii=False)
+    call = {"name": tool, "arguments": arguments}
+    body = json.dumps(call, ensure_ascii=False)
+    if not is_unicode(body):  # halves of a pair, which only an escape can write
+        body = json.dumps(call)
     return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def turn_text(content: str, calls: Sequence[str]) -> str:
+    """Return one text of a turn whose calls came apart from its content.
+
+    The content is text only: markup of calls in it is written in other brackets, and reasoning
+    that was cut off is closed, so that the turn reads as these calls and no others.
+    """
+    content = content.replace("<tool_call>", "[tool_call]").replace("</tool_call>", "[/tool_call]")
+    if content.lstrip().startswith("<think>") and "</think>" not in content:
+        content += "\n</think>\n"
+    return "\n".join([*([content] if content else []), *calls])

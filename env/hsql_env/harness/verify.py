@@ -67,12 +67,22 @@ class Verifier:
             raise OracleError(f"the oracle of task {task.task_id} did not run: {reason}")
         ties: tuple[int, ...] = ()
         if task.ordered:
-            ties = find_ties(
-                result, task.oracle_sql, lambda sql: self._pool.execute(path, sql, self._limits)
-            )
+            ties = find_ties(result, task.oracle_sql, lambda sql: self._rank(path, task, sql))
         oracle = Oracle(result, ties)
         with self._lock:
             self._oracles[key] = oracle
             if len(self._oracles) > _KNOWN_ORACLES:
                 self._oracles.popitem(last=False)
         return oracle
+
+    def _rank(self, path: str, task: HiddenTask, sql: str) -> Execution:
+        """Execute the query for the ties. Raises `OracleError`.
+
+        Only SQL's own word that there is no such query means that no rows are ties: taken from a
+        time-out or a lost worker, it would make right answers wrong for as long as it is kept.
+        """
+        ranked = self._pool.execute(path, sql, self._limits)
+        if ranked.failure is not None and ranked.failure.kind != "sql_error":
+            kind = ranked.failure.kind
+            raise OracleError(f"the ties of task {task.task_id} could not be found: {kind}")
+        return ranked

@@ -8,6 +8,8 @@ import apsw
 
 from hsql_env.sandbox.types import Row
 
+_ENCODINGS = {b"a": "utf-8", b"a\0": "utf-16-le", b"\0a": "utf-16-be"}  # by the letter a
+
 
 def select_decoded(
     connection: apsw.Connection, statement: str, columns: Sequence[str]
@@ -23,10 +25,23 @@ def select_decoded(
         f"ELSE {name} END"
         for name in names
     )
-    inner = statement.rstrip(" \t\n\f\r;")
+    inner = _closed(statement.rstrip(" \t\n\f\r;"))
     query = f"WITH undecoded({', '.join(names)}) AS (\n{inner}\n) SELECT {cells} FROM undecoded"
+    encoding = _encoding(connection)
     for row in connection.execute(query):
         yield tuple(
-            cell.decode(errors="replace") if is_text and isinstance(cell, bytes) else cell
+            cell.decode(encoding, "replace") if is_text and isinstance(cell, bytes) else cell
             for is_text, cell in zip(row[::2], row[1::2], strict=True)
         )
+
+
+def _closed(statement: str) -> str:
+    """Return the statement with an end to its last comment: without one it would go on for ever."""
+    return statement if apsw.complete(f"{statement}\n;") else f"{statement}\n*/"
+
+
+def _encoding(connection: apsw.Connection) -> str:
+    """Return the encoding of the database's text, which is that of text as bytes."""
+    letter = connection.execute("SELECT CAST('a' AS BLOB)").fetchall()[0][0]
+    assert isinstance(letter, bytes)
+    return _ENCODINGS[letter]

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hsql_env.harness.tools import tool_call_text
+from hsql_env.harness.tools import tool_call_text, turn_text
 from hsql_env.records import Call, Message, Verdict
 
 ProblemKind = Literal[
@@ -60,7 +60,8 @@ class Step(Wire):
     """One turn of the policy. `turn` counts from 1; the same turn sent again is answered again.
 
     A policy behind an endpoint that parses tool calls sends `tool_calls` as it got them, with what
-    text there is. They are written as Qwen3 writes them and parsed like any other turn.
+    text there is; `content` then holds no calls, whatever is written in it. They are written as
+    Qwen3 writes them and parsed like any other turn.
     """
 
     turn: int = Field(ge=1)
@@ -75,8 +76,11 @@ class Step(Wire):
 
     def text(self) -> str:
         """Return the turn as one text."""
+        content = self.content or ""
+        if not self.tool_calls:
+            return content
         calls = [tool_call_text(c.function.name, c.function.arguments) for c in self.tool_calls]
-        return "\n".join([*([self.content] if self.content else []), *calls])
+        return turn_text(content, calls)
 
 
 class Compacted(Wire):
