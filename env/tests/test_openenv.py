@@ -16,11 +16,12 @@ from typing import Any
 
 import aiohttp
 import pytest
-from conftest import call, make_task
+from conftest import build_database, call, make_task
 from test_sandbox import wait_until_dead
 
 from hsql_env.harness import TOOLS
-from hsql_env.records import Database, write_jsonl
+from hsql_env.records import write_jsonl
+from hsql_env.registry import open_database
 from hsql_env.service.client import Environment
 from hsql_env.service.launcher import ServiceProcess
 
@@ -46,11 +47,22 @@ def adapter(*options: str) -> Iterator[tuple[str, int]]:
             assert process.wait(10) == 0
 
 
+def run_openenv(*options: str) -> subprocess.CompletedProcess[str]:
+    """Run `hsql-env openenv`, which is to refuse, and return what it said."""
+    return subprocess.run(
+        [sys.executable, "-m", "hsql_env", "openenv", *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, city_path: str) -> tuple[str, str]:
     """A tasks file and a databases file."""
     folder = tmp_path_factory.mktemp("openenv")
-    database = Database(database_id="city", path=city_path, sha256="0" * 64)
+    database = open_database(city_path)
     write_jsonl(folder / "databases.jsonl", [database])
     tasks = [make_task("SELECT 2 + 1", task_id=f"t{i}") for i in range(3)]
     tasks.append(make_task("SELECT hidden_column", task_id="broken"))
@@ -275,14 +287,16 @@ def test_the_adapter_starts_the_service_and_ends_it(files: tuple[str, str]) -> N
     ],
 )  # fmt: skip
 def test_bad_arguments(files: tuple[str, str], options: list[str], message: str) -> None:
-    said = subprocess.run(
-        [sys.executable, "-m", "hsql_env", "openenv", "--tasks", files[0], *options],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    said = run_openenv("--tasks", files[0], *options)
     assert (said.returncode, said.stdout, said.stderr) == (1, "", f"hsql-env: {message}\n")
+
+
+def test_a_database_that_changed_is_refused(files: tuple[str, str], tmp_path: Path) -> None:
+    record = open_database(build_database(tmp_path / "city.sqlite", "CREATE TABLE city (id)"))
+    write_jsonl(tmp_path / "d.jsonl", [record.model_copy(update={"sha256": "0" * 64})])
+    said = run_openenv("--tasks", files[0], "--databases", str(tmp_path / "d.jsonl"))
+    assert (said.returncode, said.stdout) == (1, "")
+    assert f"{record.path}: not the content that was registered; put that file back" in said.stderr
 
 
 def test_openenvs_own_client(url: str) -> None:

@@ -19,7 +19,8 @@ from conftest import call, make_task
 from test_sandbox import wait_until_dead
 
 from hsql_env.harness import TOOLS, InfrastructureError
-from hsql_env.records import Database, write_jsonl
+from hsql_env.records import write_jsonl
+from hsql_env.registry import open_database
 from hsql_env.service.client import AsyncEnvironment, Environment, RequestRefused
 from hsql_env.service.launcher import ServiceProcess, ServiceProcessError
 
@@ -31,7 +32,7 @@ ORACLE = "SELECT count(id) FROM city"
 def files(tmp_path_factory: pytest.TempPathFactory, city_path: str) -> tuple[Path, Path]:
     """A tasks file and a databases file."""
     folder = tmp_path_factory.mktemp("service")
-    database = Database(database_id="city", path=city_path, sha256="0" * 64)
+    database = open_database(city_path)
     write_jsonl(folder / "databases.jsonl", [database])
     write_jsonl(folder / "tasks.jsonl", [make_task(ORACLE, task_id=f"t{i}") for i in range(20)])
     return folder / "tasks.jsonl", folder / "databases.jsonl"

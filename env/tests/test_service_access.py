@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import socket
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import call
+from conftest import CITY_SQL, build_database, call
 from serving import COUNT, HANGING, Files, Served, in_background, wait_for, write_files
 from test_sandbox import wait_until_dead
 from test_service import children_of
@@ -152,6 +153,18 @@ def test_bad_start_says_one_line(files: Files, tmp_path: Path) -> None:
         f"hsql-env: cannot listen on {file}: it is another kind of file"
     )
     assert refused_start(files, "--workers", "0") == "hsql-env: workers must be at least 1, not 0"
+
+
+def test_a_database_that_changed_is_refused_at_the_start(tmp_path: Path) -> None:
+    path = build_database(tmp_path / "city.sqlite", CITY_SQL)
+    stale = write_files(tmp_path, str(path))
+    with sqlite3.connect(path) as writer:
+        writer.execute("DELETE FROM city")
+    writer.close()
+    assert refused_start(stale) == (
+        f"hsql-env: {path}: not the content that was registered; put that file back, or register "
+        "this one with the sha256 that `hsql-env inspect --json` shows"
+    )
 
 
 def test_places_that_cannot_be_listened_on(tmp_path: Path) -> None:
