@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
@@ -56,13 +57,22 @@ class ServiceConfig:
         return max(8, 4 * self.workers)
 
 
-def read_token(file: Path | None, environment: MutableMapping[str, str]) -> str | None:
+def is_token(expected: str, header: bytes) -> bool:
+    """Return whether an Authorization header holds the bearer token; compares in constant time."""
+    scheme, _, given = header.partition(b" ")
+    right = hmac.compare_digest(given.strip(), expected.encode())
+    return scheme.lower() == b"bearer" and right
+
+
+def read_token(
+    file: Path | None, environment: MutableMapping[str, str] | None = None
+) -> str | None:
     """Return the token of the file, or else of `HSQL_TOKEN`, which no child process is to inherit.
 
     None without either. Raises `ServeError` for one that is not 16 or more printable characters
     without spaces, and never shows it; `OSError` if the file cannot be read.
     """
-    variable = environment.pop(TOKEN_VARIABLE, None)
+    variable = None if environment is None else environment.pop(TOKEN_VARIABLE, None)
     if file is None and variable is None:
         return None
     source = f"the environment variable {TOKEN_VARIABLE}" if file is None else str(file)
