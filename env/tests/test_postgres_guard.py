@@ -100,4 +100,4 @@ def test_without_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     backend = PostgresBackend()
     assert backend.execute("postgresql://x", "SELECT 1", Limits(), "default").failure == expected
-    assert backend.tables("postgresql://x") == expected
+    assert backend.tables("postgresql://x", Limits()) == expected
