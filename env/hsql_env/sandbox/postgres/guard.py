@@ -53,10 +53,10 @@ _DENIED_FUNCTIONS = re.compile(
 )
 _DENIED_RELATIONS = re.compile(
     r"pg_stat_\w+|pg_statio_\w+|pg_settings|pg_file_settings|pg_hba_file_rules|pg_ident_file\w*"
-    r"|pg_prepared_\w+|pg_cursors|pg_locks|pg_foreign_(server|table|data_wrapper)|pg_user_mappings?|pg_subscription\w*"
-    r"|pg_replication_\w+|pg_shadow|pg_authid|pg_config|pg_backend_memory_contexts"
-    r"|pg_shmem_allocations|foreign_(server|table_options|data_wrapper)\w*|user_mapping_options|_pg_foreign_\w+"
-    r"|_pg_user_mappings"
+    r"|pg_prepared_\w+|pg_cursors|pg_locks|pg_foreign_(server|table|data_wrapper)"
+    r"|pg_user_mappings?|pg_subscription\w*|pg_replication_\w+|pg_shadow|pg_authid|pg_config"
+    r"|pg_backend_memory_contexts|pg_shmem_allocations|user_mapping_options|_pg_user_mappings"
+    r"|foreign_(server|table_options|data_wrapper)\w*|_pg_foreign_\w+"
 )
 
 
