@@ -12,6 +12,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,6 +124,37 @@ def test_structured_tool_calls(env: Environment, service: ServiceProcess) -> Non
     assert [c.tool for c in env.finish(episode_id).calls] == [
         "sql_list_tables", "sql_exec", "sql_exec", "sql_exec", "sql_submit"
     ]  # fmt: skip
+
+
+def test_clients_send_structured_tool_calls(env: Environment, service: ServiceProcess) -> None:
+    """As the objects or the dicts that a chat completion's message holds."""
+
+    def as_dict(name: str, arguments: dict[str, Any]) -> dict[str, object]:
+        function = {"name": name, "arguments": json.dumps(arguments)}
+        return {"id": "1", "type": "function", "function": function}
+
+    def as_object(name: str, arguments: dict[str, Any]) -> SimpleNamespace:
+        function = SimpleNamespace(name=name, arguments=json.dumps(arguments))
+        return SimpleNamespace(id="1", type="function", function=function)
+
+    episode_id = env.start("t1").episode_id
+    both = [as_dict("sql_list_tables", {}), as_object("sql_exec", {"query": COUNT})]
+    reply = env.step(episode_id, 1, "First:", both)
+    assert [message.content[:8] for message in reply.messages] == ["city (ta", "count(*)"]
+    assert env.step(episode_id, 1, "First:", both) == reply
+    for wrong in ([], [{"name": "sql_exec"}], ["sql_exec"]):
+        with pytest.raises(ValueError, match="validation error for Step"):
+            env.step(episode_id, 2, tool_calls=wrong)
+
+    async def submit() -> bool:
+        async with AsyncEnvironment(service.url) as other:
+            calls = [as_object("sql_submit", {"query": COUNT})]
+            return (await other.step(episode_id, 2, tool_calls=calls)).terminated
+
+    assert asyncio.run(submit())
+    finished = env.finish(episode_id)
+    assert [c.tool for c in finished.calls] == ["sql_list_tables", "sql_exec", "sql_submit"]
+    assert finished.verdict.reward == 1.0
 
 
 def test_compaction_over_the_wire(env: Environment) -> None:

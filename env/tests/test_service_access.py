@@ -22,6 +22,8 @@ from serving import COUNT, HANGING, Files, Served, in_background, wait_for, writ
 from test_sandbox import wait_until_dead
 from test_service import children_of
 
+from hsql_env.harness import EpisodeConfig
+from hsql_env.sandbox import Limits
 from hsql_env.service.client import Environment, RequestRefused
 from hsql_env.service.config import ServeError, ServiceConfig, read_token
 from hsql_env.service.launcher import ServiceProcess
@@ -194,6 +196,26 @@ def test_bounds_that_leave_nothing_to_serve_with(options: dict[str, Any], messag
     with pytest.raises(ServeError) as caught:
         ServiceConfig(**options)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9"])
+@pytest.mark.parametrize("name", ["tool", "verify"])
+def test_a_wall_limit_is_a_time(name: str, seconds: str) -> None:
+    limits = Limits(wall_s=float(seconds))
+    field = "tool_limits" if name == "tool" else "verify_limits"
+    with pytest.raises(ServeError) as caught:
+        ServiceConfig(episode=EpisodeConfig(**{field: limits}))
+    shown = seconds.replace("1e9", "1e+09")
+    assert str(caught.value) == (
+        f"the {name} seconds must be more than 0 and at most 86400, not {shown}"
+    )
+
+
+def test_a_service_without_a_wall_limit_does_not_start(files: Files) -> None:
+    for name in ("tool", "verify"):
+        assert refused_start(files, f"--{name}-seconds=-1") == (
+            f"hsql-env: the {name} seconds must be more than 0 and at most 86400, not -1"
+        )
 
 
 @pytest.mark.parametrize(

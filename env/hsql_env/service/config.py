@@ -12,6 +12,7 @@ from hsql_env.harness import EpisodeConfig
 from hsql_env.service.log import LogLevel
 
 TOKEN_VARIABLE = "HSQL_TOKEN"
+_MOST_WALL_S = 86_400  # a day; the system call that waits takes no more than 24
 _TOKEN = re.compile(r"[!-~]{16,4096}")
 
 
@@ -48,6 +49,13 @@ class ServiceConfig:
             raise ServeError(f"the idle seconds must be more than 0, not {self.idle_s:g}")
         if not self.request_s > 0:
             raise ServeError(f"the request seconds must be more than 0, not {self.request_s:g}")
+        limits = {"tool": self.episode.tool_limits, "verify": self.episode.verify_limits}
+        for name, limit in limits.items():
+            if not 0 < limit.wall_s <= _MOST_WALL_S:
+                raise ServeError(
+                    f"the {name} seconds must be more than 0 and at most {_MOST_WALL_S}, "
+                    f"not {limit.wall_s:g}"
+                )
         if not self.drain_s >= 0:
             raise ServeError(f"the drain seconds must be at least 0, not {self.drain_s:g}")
 
