@@ -22,7 +22,6 @@ from shared_data import need, unpack
 from hsql_env.compare import fingerprint
 from hsql_env.harness import Episode, EpisodeConfig
 from hsql_env.harness.verify import Verifier
-from hsql_env.records import Database
 from hsql_env.registry import DatabaseError, open_database
 from hsql_env.sandbox import Failure, GuardProfile, Limits, SandboxPool
 

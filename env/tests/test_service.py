@@ -143,7 +143,7 @@ def test_clients_send_structured_tool_calls(env: Environment, service: ServicePr
     assert [message.content[:8] for message in reply.messages] == ["city (ta", "count(*)"]
     assert env.step(episode_id, 1, "First:", both) == reply
     for wrong in ([], [{"name": "sql_exec"}], ["sql_exec"]):
-        with pytest.raises(ValueError, match="validation error for Step"):
+        with pytest.raises(ValueError, match=r"validation errors? for Step"):
             env.step(episode_id, 2, tool_calls=wrong)
 
     async def submit() -> bool:

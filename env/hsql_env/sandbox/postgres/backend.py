@@ -1,8 +1,9 @@
 """The PostgreSQL backend of a worker process.
 
 The server stops a statement a little before its time limit, at which the worker would be killed;
-where that happens all the same, the server sees its client gone and cancels. What a result may take in this process is bounded by the operating
-system; what a statement may take on the server is the server's configuration.
+where that happens all the same, the server sees its client gone and cancels. What a result may take
+in this process is bounded by the operating system; what a statement may take on the server is the
+server's configuration.
 """
 
 from __future__ import annotations
