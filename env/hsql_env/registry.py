@@ -83,6 +83,8 @@ def check_databases(records: Iterable[Database]) -> None:
 
 def _check_snapshot(file: Path, digests: set[str]) -> None:
     """Check what may have happened to a file since it was registered, when it was read whole."""
+    if not file.exists():
+        raise DatabaseError(f"{file}: no such file; put it there, or correct its record")
     header = _read_header(file)
     _check_size(file, header)
     _check_at_rest(file, header)

@@ -562,7 +562,6 @@ def authenticate_and_fall_silent(listener: socket.socket, kept: list[socket.sock
 def test_a_server_that_lets_clients_in_and_says_nothing(
     own_pool: SandboxPool, wall_s: float
 ) -> None:
-    own_pool.execute(":memory:", "SELECT 1")
     (worker,) = own_pool.worker_pids()
     kept: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:

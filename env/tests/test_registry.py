@@ -170,7 +170,7 @@ def test_a_file_that_changed_since_it_was_registered_is_refused(file: Path) -> N
     file.write_text("gone")
     check_stale(record, "not a SQLite database")
     file.unlink()
-    check_stale(record, "No such file")
+    check_stale(record, "no such file; put it there, or correct its record")
 
 
 def test_a_registered_file_in_use_is_refused(file: Path) -> None:
