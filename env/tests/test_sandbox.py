@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from conftest import build_database
 
-from hsql_env.sandbox import Failure, Limits, SandboxPool
+from hsql_env.sandbox import Execution, Failure, Limits, SandboxPool
 
 HANGING = "SELECT instr(hex(zeroblob(50000000)), hex(zeroblob(20000000)) || '1')"
 COUNTING = (
@@ -165,7 +165,7 @@ def test_worker_pids_are_those_that_run(city_path: str) -> None:
         os.kill(first, signal.SIGKILL)
         assert wait_until_dead([first])
         assert pool.worker_pids() == (second,)
-        for _ in range(2):
+        for _ in range(3):
             pool.execute(city_path, "SELECT 1")
         assert len(pool.worker_pids()) == 2
     assert pool.worker_pids() == ()
@@ -198,34 +198,47 @@ def fork_server() -> int:
 
 
 def test_a_fork_server_killed_while_the_pool_is_idle(city_path: str) -> None:
+    """A start after its death must not make a live worker count as ended."""
     with SandboxPool(workers=2) as pool:
         workers = list(pool.worker_pids())
+        held = list(pool._all)  # a process ends with its object, too, which is to prove nothing
+        timeout = Failure("timeout", "the query took longer than 0.3 s")
         os.kill(fork_server(), signal.SIGKILL)
+        assert pool.execute(city_path, HANGING, Limits(wall_s=0.3)).failure == timeout
+        for number in (1, 2):  # the worker that is left, then the other one's successor
+            assert pool.execute(city_path, f"SELECT {number}").rows == ((number,),)
         for _ in range(2):
-            failure = pool.execute(city_path, HANGING, Limits(wall_s=0.3)).failure
-            assert failure == Failure("timeout", "the query took longer than 0.3 s")
+            assert pool.execute(city_path, HANGING, Limits(wall_s=0.3)).failure == timeout
         assert wait_until_dead(workers, 5)
-        for _ in range(4):
-            assert pool.execute(city_path, "SELECT 1").rows == ((1,),)
-        workers += pool.worker_pids()
-        assert len(workers) == 4
-    assert wait_until_dead(workers, 5)
+        assert not any(worker in pool._all for worker in held)
+        for number in (1, 2):
+            assert pool.execute(city_path, f"SELECT {number}").rows == ((number,),)
+        last = list(pool.worker_pids())
+        assert len(last) == 2
+    assert wait_until_dead(last, 5)
 
 
 def test_a_fork_server_killed_while_a_query_runs(city_path: str) -> None:
-    with SandboxPool(workers=1) as pool:
-        (worker,) = pool.worker_pids()
-        killer = threading.Timer(0.3, os.kill, (fork_server(), signal.SIGKILL))
-        killer.start()
-        failure = pool.execute(city_path, HANGING, Limits(wall_s=1.0)).failure
-        killer.join()
-        assert failure == Failure("timeout", "the query took longer than 1 s")
-        assert wait_until_dead([worker], 5)
-        assert pool.execute(city_path, "SELECT 2").rows == ((2,),)
+    with SandboxPool(workers=2) as pool:
+        workers = list(pool.worker_pids())
+        held = list(pool._all)
+        done: list[Execution] = []
+        limits = Limits(wall_s=2.0)
+        thread = threading.Thread(
+            target=lambda: done.append(pool.execute(city_path, HANGING, limits))
+        )
+        thread.start()
         os.kill(fork_server(), signal.SIGKILL)
-        os.kill(pool.worker_pids()[0], signal.SIGKILL)
-        assert pool.execute(city_path, "SELECT 3").rows == ((3,),)
+        pool.execute(city_path, HANGING, Limits(wall_s=0.3))
+        assert pool.execute(city_path, "SELECT 1").rows == ((1,),)  # its worker is a new one
+        thread.join()
+        assert done[0].failure == Failure("timeout", "the query took longer than 2 s")
+        assert wait_until_dead(workers, 5)
+        assert not any(worker in pool._all for worker in held)
+        for number in (1, 2):
+            assert pool.execute(city_path, f"SELECT {number}").rows == ((number,),)
         last = list(pool.worker_pids())
+        assert len(last) == 2
     assert wait_until_dead(last, 5)
 
 
