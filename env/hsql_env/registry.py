@@ -82,12 +82,15 @@ def check_databases(records: Iterable[Database]) -> None:
 
 
 def _check_snapshot(file: Path, digests: set[str]) -> None:
-    """Check what may have happened to a file since it was registered, when it was read whole."""
+    """Check what may have happened to a file since it was registered, when it was read whole.
+
+    Whoever locks it now has changed nothing yet, so that no connection is needed to ask.
+    """
     if not file.exists():
         raise DatabaseError(f"{file}: no such file; put it there, or correct its record")
     header = _read_header(file)
     _check_size(file, header)
-    _check_at_rest(file, header)
+    _check_sides(file)
     if digests != {_sha256(file)}:
         raise DatabaseError(
             f"{file}: not the content that was registered; put that file back, or register this "
@@ -146,6 +149,12 @@ def _truncated(file: Path) -> DatabaseError:
 
 
 def _check_at_rest(file: Path, header: bytes) -> None:
+    _check_sides(file)
+    if header[18] != _WAL_VERSION:  # a WAL database at rest needs no lock to be read
+        _check_unlocked(file)
+
+
+def _check_sides(file: Path) -> None:
     target = file.resolve()  # SQLite keeps the side files beside what a link points to
     for suffix in ("-wal", "-journal"):
         side = target.with_name(target.name + suffix)
@@ -154,8 +163,6 @@ def _check_at_rest(file: Path, header: bytes) -> None:
                 f"{file}: in use, {side.name} holds changes not yet in it; close the program that "
                 f'writes to it, or run: sqlite3 {file.name} "PRAGMA journal_mode=DELETE"'
             )
-    if header[18] != _WAL_VERSION:  # a WAL database at rest needs no lock to be read
-        _check_unlocked(file)
 
 
 def _is_live(side: Path) -> bool:
