@@ -17,7 +17,7 @@ from hsql_env.commands.openenv import OpenEnv
 from hsql_env.commands.play import Play
 from hsql_env.harness import EpisodeConfig
 from hsql_env.records import Database, RecordError, Task, read_jsonl
-from hsql_env.registry import DatabaseError
+from hsql_env.registry import DatabaseError, check_databases
 from hsql_env.sandbox import GuardProfile, Limits
 from hsql_env.sandbox.pool import SandboxError
 
@@ -114,6 +114,7 @@ def _serve(command: Serve) -> int:
         databases = {
             record.database_id: record for record in read_jsonl(command.databases, Database)
         }
+        check_databases(databases.values())
         serve(read_jsonl(command.tasks, Task), databases, config)
     except ServeError as error:
         raise CommandError(str(error)) from error

@@ -1,6 +1,7 @@
 """Finding database files and checking, before anything uses one, that it is whole and at rest.
 
-A registered file is opened immutable, so one that somebody still writes to must not be registered.
+A registered file is opened immutable, so one that somebody still writes to must not be registered,
+and a record is used only while its file is at rest and still what was registered.
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import apsw
 
 from hsql_env.records import Database
+from hsql_env.sandbox.backend import is_server
 from hsql_env.sandbox.open import open_readonly
 
 SUFFIXES = frozenset({".sqlite", ".sqlite3", ".db"})
@@ -56,10 +59,49 @@ def open_folder(folder: str | os.PathLike[str]) -> list[Database]:
             found.append(open_database(path, name))
         except DatabaseError as error:
             problems.append(str(error))
-    if problems:
-        more = f" ({len(problems) - 1} more of {len(paths)} files fail)" if problems[1:] else ""
-        raise DatabaseError(problems[0] + more)
+    _raise_first(problems, len(paths))
     return found
+
+
+def check_databases(records: Iterable[Database]) -> None:
+    """Raise `DatabaseError` unless every file is at rest and has the content that was registered.
+
+    A file is read once, however many records name it. A server's address is no file and is passed.
+    """
+    paths: dict[str, set[str]] = {}
+    for record in records:
+        if not is_server(record.path):
+            paths.setdefault(record.path, set()).add(record.sha256)
+    problems = []
+    for path, digests in paths.items():
+        try:
+            _check_snapshot(Path(path), digests)
+        except DatabaseError as error:
+            problems.append(str(error))
+    _raise_first(problems, len(paths))
+
+
+def _check_snapshot(file: Path, digests: set[str]) -> None:
+    """Check what may have happened to a file since it was registered, when it was read whole.
+
+    Whoever locks it now has changed nothing yet, so that no connection is needed to ask.
+    """
+    if not file.exists():
+        raise DatabaseError(f"{file}: no such file; put it there, or correct its record")
+    header = _read_header(file)
+    _check_size(file, header)
+    _check_sides(file)
+    if digests != {_sha256(file)}:
+        raise DatabaseError(
+            f"{file}: not the content that was registered; put that file back, or register this "
+            "one with the sha256 that `hsql-env inspect --json` shows"
+        )
+
+
+def _raise_first(problems: list[str], files: int) -> None:
+    if problems:
+        more = f" ({len(problems) - 1} more of {files} files fail)" if problems[1:] else ""
+        raise DatabaseError(problems[0] + more)
 
 
 def open_database(path: str | os.PathLike[str], database_id: str | None = None) -> Database:
@@ -107,6 +149,12 @@ def _truncated(file: Path) -> DatabaseError:
 
 
 def _check_at_rest(file: Path, header: bytes) -> None:
+    _check_sides(file)
+    if header[18] != _WAL_VERSION:  # a WAL database at rest needs no lock to be read
+        _check_unlocked(file)
+
+
+def _check_sides(file: Path) -> None:
     target = file.resolve()  # SQLite keeps the side files beside what a link points to
     for suffix in ("-wal", "-journal"):
         side = target.with_name(target.name + suffix)
@@ -115,8 +163,6 @@ def _check_at_rest(file: Path, header: bytes) -> None:
                 f"{file}: in use, {side.name} holds changes not yet in it; close the program that "
                 f'writes to it, or run: sqlite3 {file.name} "PRAGMA journal_mode=DELETE"'
             )
-    if header[18] != _WAL_VERSION:  # a WAL database at rest needs no lock to be read
-        _check_unlocked(file)
 
 
 def _is_live(side: Path) -> bool:

@@ -12,6 +12,7 @@ import pytest
 
 from hsql_env.harness import Episode, EpisodeConfig
 from hsql_env.records import Database, HiddenTask, PublicTask, Task
+from hsql_env.registry import open_database
 from hsql_env.sandbox import SandboxPool
 
 CITY_SQL = """
@@ -56,10 +57,10 @@ def pool() -> Iterator[SandboxPool]:
         yield shared
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def city(city_path: str) -> Database:
     """The record of the city database."""
-    return Database(database_id="city", path=city_path, sha256="0" * 64)
+    return open_database(city_path)
 
 
 def make_task(oracle_sql: str, task_id: str = "t1", row_count: int = 1, **hidden: Any) -> Task:

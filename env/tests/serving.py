@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 
 from conftest import make_task
 
-from hsql_env.records import Database, write_jsonl
+from hsql_env.records import write_jsonl
+from hsql_env.registry import open_database
 
 COUNT = "SELECT count(*) FROM city"
 HANGING = "SELECT instr(hex(zeroblob(50000000)), hex(zeroblob(20000000)) || '1')"
@@ -131,7 +132,7 @@ class Served:
 
 def write_files(folder: Path, path: str, tasks: int = 20) -> Files:
     """Write a tasks file and a databases file for the city database."""
-    database = Database(database_id="city", path=path, sha256="0" * 64)
+    database = open_database(path)
     write_jsonl(folder / "databases.jsonl", [database])
     oracle = "SELECT count(id) FROM city"
     write_jsonl(folder / "tasks.jsonl", [make_task(oracle, f"t{i}") for i in range(tasks)])

@@ -148,7 +148,7 @@ def test_what_is_refused(
 
 
 def test_tables_are_described_without_a_query(backend: BigQueryBackend) -> None:
-    tables = backend.tables(LOCATOR)
+    tables = backend.tables(LOCATOR, Limits())
     assert not isinstance(tables, Failure)
     (bill,) = tables
     assert (bill.name, bill.kind, bill.row_count) == ("bill", "table", 7)
@@ -178,4 +178,4 @@ def test_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
     message = "BigQuery needs its client: pip install 'hsql-env[bigquery]'"
     expected = Failure("infrastructure", message)
     assert BigQueryBackend().execute(LOCATOR, "SELECT 1", Limits(), "default").failure == expected
-    assert BigQueryBackend().tables(LOCATOR) == expected
+    assert BigQueryBackend().tables(LOCATOR, Limits()) == expected

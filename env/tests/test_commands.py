@@ -19,6 +19,7 @@ from hsql_env.commands.play import Quit, Say, ToolCall, read_line
 from hsql_env.harness import parse_turn
 from hsql_env.harness.tools import tool_call_text
 from hsql_env.records import Database, write_jsonl
+from hsql_env.registry import open_database
 
 ORACLE = "SELECT sum(1) FROM city"
 
@@ -55,7 +56,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, city_path: str) -> list[str]
         folder / "databases.jsonl",
         [
             Database(database_id="other", path="/nowhere", sha256=""),
-            Database(database_id="city", path=city_path, sha256="0" * 64),
+            open_database(city_path),
         ],
     )
     write_jsonl(
@@ -128,6 +129,15 @@ def test_the_turn_budget_ends_the_game(files: list[str]) -> None:
     assert said.stdout.count("river (table, 2 rows)") == 2
     assert "[note: 1 turn left]" in said.stdout
     assert "broken (budget x1, no_submit x1)" in said.stdout
+
+
+def test_a_database_that_changed_is_not_played(files: list[str], tmp_path: Path) -> None:
+    path = build_database(tmp_path / "city.sqlite", "CREATE TABLE city (id)")
+    write_jsonl(tmp_path / "d.jsonl", [open_database(path)])
+    path.write_bytes(path.read_bytes() + bytes(4096))
+    said = run_here("play", *files[:2], "--databases", str(tmp_path / "d.jsonl"))
+    assert (said.returncode, said.stdout) == (1, "")
+    assert said.stderr.startswith(f"hsql-env: {path}: not the content that was registered; ")
 
 
 def test_the_oracle_is_never_shown(files: list[str]) -> None:

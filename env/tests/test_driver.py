@@ -14,7 +14,8 @@ from conftest import call, make_task
 
 from hsql_env.driver import Job, Rollout, run_episode, run_episodes
 from hsql_env.harness import InfrastructureError
-from hsql_env.records import Database, Message, PublicTask, write_jsonl
+from hsql_env.records import Message, PublicTask, write_jsonl
+from hsql_env.registry import open_database
 from hsql_env.service.client import AsyncEnvironment, RequestRefused
 from hsql_env.service.launcher import ServiceProcess
 
@@ -67,7 +68,7 @@ def solve(turn: int, new: Sequence[Message]) -> str | None:
 def service(tmp_path_factory: pytest.TempPathFactory, city_path: str) -> ServiceProcess:
     """A service that is not started yet."""
     folder = tmp_path_factory.mktemp("driver")
-    database = Database(database_id="city", path=city_path, sha256="0" * 64)
+    database = open_database(city_path)
     write_jsonl(folder / "databases.jsonl", [database])
     write_jsonl(folder / "tasks.jsonl", [make_task(COUNT, task_id=f"t{i}") for i in range(40)])
     return ServiceProcess(folder / "tasks.jsonl", folder / "databases.jsonl")
@@ -176,7 +177,7 @@ def test_unknown_task_is_raised(url: str) -> None:
 def test_a_dying_service_spoils_episodes_and_not_the_batch(
     service: ServiceProcess, tmp_path: Path, city_path: str
 ) -> None:
-    database = Database(database_id="city", path=city_path, sha256="0" * 64)
+    database = open_database(city_path)
     write_jsonl(tmp_path / "d.jsonl", [database])
     write_jsonl(tmp_path / "t.jsonl", [make_task(COUNT, task_id=f"t{i}") for i in range(8)])
     with ServiceProcess(tmp_path / "t.jsonl", tmp_path / "d.jsonl") as dying:

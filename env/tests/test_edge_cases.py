@@ -405,8 +405,7 @@ ODD_NAMES = ['a "b', "order", "a b", "it's", "été", "[x]", "`y`", "1st", "a;b"
 def test_case_18_odd_table_names(pool: SandboxPool, tmp_path: Path, name: str) -> None:
     quoted = '"' + name.replace('"', '""') + '"'
     script = f"CREATE TABLE {quoted} (x); INSERT INTO {quoted} VALUES (7)"
-    path = str(build_database(tmp_path / "odd.sqlite", script))
-    database = Database(database_id="odd", path=path, sha256="0" * 64)
+    database = open_database(build_database(tmp_path / "odd.sqlite", script))
     episode = Episode(make_task(f"SELECT x FROM {quoted}"), database, pool)
     written = name if name == "été" else quoted
     for turn, expected in (

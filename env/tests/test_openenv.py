@@ -9,6 +9,7 @@ import selectors
 import signal
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,15 +17,18 @@ from typing import Any
 
 import aiohttp
 import pytest
-from conftest import call, make_task
+from conftest import build_database, call, make_task
 from test_sandbox import wait_until_dead
 
 from hsql_env.harness import TOOLS
-from hsql_env.records import Database, write_jsonl
+from hsql_env.records import write_jsonl
+from hsql_env.registry import open_database
 from hsql_env.service.client import Environment
 from hsql_env.service.launcher import ServiceProcess
 
 COUNT = "SELECT count(*) FROM city"
+TOKEN = "the-token-of-the-adapter"
+SERVICE_TOKEN = "the-token-of-the-service"
 
 
 @contextmanager
@@ -46,11 +50,22 @@ def adapter(*options: str) -> Iterator[tuple[str, int]]:
             assert process.wait(10) == 0
 
 
+def run_openenv(*options: str) -> subprocess.CompletedProcess[str]:
+    """Run `hsql-env openenv`, which is to refuse, and return what it said."""
+    return subprocess.run(
+        [sys.executable, "-m", "hsql_env", "openenv", *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory, city_path: str) -> tuple[str, str]:
     """A tasks file and a databases file."""
     folder = tmp_path_factory.mktemp("openenv")
-    database = Database(database_id="city", path=city_path, sha256="0" * 64)
+    database = open_database(city_path)
     write_jsonl(folder / "databases.jsonl", [database])
     tasks = [make_task("SELECT 2 + 1", task_id=f"t{i}") for i in range(3)]
     tasks.append(make_task("SELECT hidden_column", task_id="broken"))
@@ -81,9 +96,10 @@ def converse(url: str, talk: Callable[[Ask], Awaitable[None]]) -> None:
     async def run() -> None:
         async with aiohttp.ClientSession() as http, http.ws_connect(url + "/ws") as socket:
 
-            async def ask(kind: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
-                message = {"type": kind} if data is None else {"type": kind, "data": data}
-                await socket.send_json(message)
+            async def ask(kind: str, data: dict[str, Any] | str | None = None) -> dict[str, Any]:
+                """`data` is an object, or the JSON text of one."""
+                text = data if isinstance(data, str) else json.dumps(data or {})
+                await socket.send_str(f'{{"type": "{kind}", "data": {text}}}')
                 reply = await socket.receive_json(timeout=30)
                 assert set(reply) == {"type", "data"}
                 return dict(reply)
@@ -213,6 +229,104 @@ def test_bad_messages_leave_the_session_alive(url: str, message: str, code: str,
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"tool": "sql_exec", "arguments": {"query": "\ud800"}},
+        {"tool": "sql_exec", "arguments": {"\ud800": 1}},
+        {"tool": "\ud800"},
+        {"content": "\ud800"},
+    ],
+)
+def test_half_a_character_is_refused_and_the_episode_goes_on(
+    url: str, data: dict[str, Any]
+) -> None:
+    async def talk(ask: Ask) -> None:
+        await ask("reset", {"task_id": "t0"})
+        reply = await ask("step", data)
+        assert (reply["type"], reply["data"]["code"]) == ("error", "VALIDATION_ERROR")
+        step = await ask("step", {"tool": "sql_exec", "arguments": {"query": COUNT}})
+        assert step["data"]["observation"]["messages"][0]["content"] == "count(*)\n3\n(1 row)"
+
+    converse(url, talk)
+
+
+def test_arguments_too_deep_are_refused_and_the_session_goes_on(url: str) -> None:
+    async def talk(ask: Ask) -> None:
+        for depth in (500, 900, 960, 980, 990):
+            deep = '{"tool": "x", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}"
+            reply = await ask("step", deep)
+            assert reply["data"]["code"] in ("SESSION_ERROR", "VALIDATION_ERROR", "INVALID_JSON")
+        assert (await ask("state"))["type"] == "state"
+
+    converse(url, talk)
+
+
+def authorization(text: str) -> dict[str, str]:
+    """Return the header of HTTP's Basic scheme for this text."""
+    return {"authorization": "Basic " + b64encode(text.encode()).decode()}
+
+
+def test_sessions_must_bring_the_token(
+    files: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service behind the adapter has one of its own, which opens nothing here."""
+
+    async def status(url: str, path: str, headers: dict[str, str]) -> int:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(url + path, headers=headers) as reply,
+        ):
+            return reply.status
+
+    async def play(url: str) -> float:
+        async with aiohttp.ClientSession() as http, http.ws_connect(url + "/ws") as socket:
+            await socket.send_json({"type": "reset", "data": {"task_id": "t0"}})
+            await socket.receive_json(timeout=30)
+            action = {"tool": "sql_submit", "arguments": {"query": COUNT}}
+            await socket.send_json({"type": "step", "data": action})
+            return float((await socket.receive_json(timeout=30))["data"]["reward"])
+
+    (tmp_path / "token").write_text(TOKEN)
+    monkeypatch.setenv("HSQL_TOKEN", SERVICE_TOKEN)
+    options = "--tasks", files[0], "--token-file", str(tmp_path / "token"), "--host", "0.0.0.0"
+    with (
+        ServiceProcess(*files, workers=1, token=SERVICE_TOKEN) as behind,
+        adapter(*options, "--service", behind.url) as (url, _),
+    ):
+        url = url.replace("0.0.0.0", "127.0.0.1")
+        assert asyncio.run(status(url, "/health", {})) == 200
+        for headers in (
+            {},
+            {"authorization": f"Bearer {SERVICE_TOKEN}"},
+            {"authorization": f"Basic {TOKEN}"},
+            authorization(f"{TOKEN}:"),
+            authorization(f"any:{TOKEN}x"),
+        ):
+            for path in ("/ws", "/metadata", "/schema", "/nosuch"):
+                assert asyncio.run(status(url, path, headers)) == 401
+        for headers in ({"authorization": f"Bearer {TOKEN}"}, authorization(f"any:{TOKEN}")):
+            assert asyncio.run(status(url, "/schema", headers)) == 200
+        assert asyncio.run(play(url.replace("http://", f"http://any:{TOKEN}@"))) == 1.0
+
+
+def test_the_service_behind_wants_the_token_of_a_file(
+    files: tuple[str, str], tmp_path: Path
+) -> None:
+    async def talk(ask: Ask) -> None:
+        assert (await ask("reset", {"task_id": "t0"}))["type"] == expected
+
+    (tmp_path / "token").write_text(SERVICE_TOKEN)
+    with ServiceProcess(*files, workers=1, token=SERVICE_TOKEN) as behind:
+        options = "--tasks", files[0], "--service", behind.url
+        expected = "observation"
+        with adapter(*options, "--service-token-file", str(tmp_path / "token")) as (url, _):
+            converse(url, talk)
+        expected = "error"
+        with adapter(*options) as (url, _):
+            converse(url, talk)
+
+
 def test_a_session_that_ends_frees_its_episode(url: str, service: ServiceProcess) -> None:
     async def talk(ask: Ask) -> None:
         await ask("reset", {"task_id": "t0"})
@@ -270,19 +384,25 @@ def test_the_adapter_starts_the_service_and_ends_it(files: tuple[str, str]) -> N
         ([], "name either --databases or --service"),
         (["--service", "http://127.0.0.1:9", "--databases", "x"],
          "name either --databases or --service"),
+        (["--service", "http://127.0.0.1:9", "--host", "0.0.0.0"], "0.0.0.0 is not a loopback "
+         "address: give a token with --token-file, or listen on 127.0.0.1"),
+        (["--databases", "x", "--service-token-file", "x"],
+         "--service-token-file is for --service"),
         (["--databases", "gone.jsonl"], "the service did not start (exit code 1): hsql-env: "
          "[Errno 2] No such file or directory: 'gone.jsonl'"),
     ],
 )  # fmt: skip
 def test_bad_arguments(files: tuple[str, str], options: list[str], message: str) -> None:
-    said = subprocess.run(
-        [sys.executable, "-m", "hsql_env", "openenv", "--tasks", files[0], *options],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    said = run_openenv("--tasks", files[0], *options)
     assert (said.returncode, said.stdout, said.stderr) == (1, "", f"hsql-env: {message}\n")
+
+
+def test_a_database_that_changed_is_refused(files: tuple[str, str], tmp_path: Path) -> None:
+    record = open_database(build_database(tmp_path / "city.sqlite", "CREATE TABLE city (id)"))
+    write_jsonl(tmp_path / "d.jsonl", [record.model_copy(update={"sha256": "0" * 64})])
+    said = run_openenv("--tasks", files[0], "--databases", str(tmp_path / "d.jsonl"))
+    assert (said.returncode, said.stdout) == (1, "")
+    assert f"{record.path}: not the content that was registered; put that file back" in said.stderr
 
 
 def test_openenvs_own_client(url: str) -> None:

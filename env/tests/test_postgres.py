@@ -10,6 +10,7 @@ import pwd
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -281,6 +282,13 @@ def test_writes_are_refused_by_the_server(ask: Ask, server: Server, sql: str) ->
         ("SELECT pg_cancel_backend(1)", "denied"),
         ("SELECT pg_advisory_lock(1)", "denied"),
         ("SELECT inet_server_addr()", "denied"),
+        ("SELECT pg_relation_filepath('city')", "denied"),
+        ("SELECT pg_tablespace_location(1663)", "denied"),
+        ("SELECT pg_current_logfile()", "denied"),
+        ("SELECT * FROM pg_ls_waldir()", "denied"),
+        ("SELECT current_setting('data_directory')", "denied"),
+        ("SELECT ftoptions FROM pg_foreign_table", "denied"),
+        ("SELECT * FROM information_schema.foreign_table_options", "denied"),
         ("SELECT query FROM pg_stat_activity", "denied"),
         ('SELECT query FROM "pg_stat_activity"', "denied"),
         ("SELECT pg_stat_get_activity(NULL)", "denied"),
@@ -325,12 +333,13 @@ def test_what_is_fine(ask: Ask, sql: str, value: object) -> None:
 
 
 def test_the_server_itself_takes_one_statement(server: Server) -> None:
-    from hsql_env.sandbox.postgres.connection import Connection, Failed
+    from hsql_env.sandbox.postgres.connection import Connection, Deadline, Failed
 
-    connection = Connection(server.locator(), Limits().wall_s)
+    deadline = Deadline.after(Limits().wall_s)
+    connection = Connection(server.locator(), deadline)
     with pytest.raises(Failed, match="cannot insert multiple commands"):
-        connection.query("SELECT 1; SELECT 2", Limits())
-    assert connection.query("SELECT 3", Limits()).rows == ((3,),)
+        connection.query("SELECT 1; SELECT 2", Limits(), deadline)
+    assert connection.query("SELECT 3", Limits(), deadline).rows == ((3,),)
     connection.close()
 
 
@@ -374,6 +383,36 @@ def test_a_statement_past_its_limit_is_stopped_on_both_sides(ask: Ask, server: S
     assert time.monotonic() - start < 10
     wait_for(lambda: not active(server), 5)
     assert ask("SELECT 1").rows == ((1,),)
+
+
+@pytest.mark.parametrize("wall_s", [1.0, 3.0])
+def test_the_server_stops_a_statement_before_its_worker_is_killed(
+    ask: Ask, own_pool: SandboxPool, wall_s: float
+) -> None:
+    ask("SELECT 1")
+    (worker,) = own_pool.worker_pids()
+    execution = ask("SELECT pg_sleep(60)", Limits(wall_s=wall_s))
+    assert failure(execution) == ("timeout", f"the query took longer than {wall_s:g} s")
+    assert 0.8 * wall_s < execution.elapsed_s < wall_s
+    assert own_pool.worker_pids() == (worker,)
+
+
+def test_a_server_that_falls_silent_under_a_statement(
+    ask: Ask, own_pool: SandboxPool, server: Server
+) -> None:
+    ask("SELECT 1")
+    (worker,) = own_pool.worker_pids()
+    timer = threading.Timer(0.5, server.signal_all, (signal.SIGSTOP,))
+    timer.start()
+    try:
+        execution = ask("SELECT pg_sleep(60)", Limits(wall_s=3))
+    finally:
+        timer.join()
+        server.signal_all(signal.SIGCONT)
+    assert failure(execution) == ("infrastructure", "the database server does not answer")
+    assert 2.5 < execution.elapsed_s < 3
+    assert own_pool.worker_pids() == (worker,)
+    wait_for(lambda: not active(server), 10)
 
 
 def test_killing_a_worker_cancels_its_statement(server: Server) -> None:
@@ -500,6 +539,45 @@ def test_a_server_that_takes_connections_and_says_nothing(own_pool: SandboxPool)
         execution = own_pool.execute(address, "SELECT 1", Limits(wall_s=8))
     assert failure(execution) == ("infrastructure", "the database server cannot be reached")
     assert 2 < execution.elapsed_s < 6
+
+
+def authenticate_and_fall_silent(listener: socket.socket, kept: list[socket.socket]) -> None:
+    """Be a server that lets every client in and then says nothing more."""
+    while True:
+        try:
+            client, _ = listener.accept()
+        except OSError:  # the listener was shut down
+            return
+        kept.append(client)
+        while True:
+            (length,) = struct.unpack("!i", client.recv(4, socket.MSG_WAITALL))
+            (code,) = struct.unpack("!i", client.recv(length - 4, socket.MSG_WAITALL)[:4])
+            if code == 196608:  # protocol 3.0, not the question for an encrypted connection
+                break
+            client.sendall(b"N")
+        client.sendall(b"R\0\0\0\x08\0\0\0\0" + b"Z\0\0\0\x05I")
+
+
+@pytest.mark.parametrize("wall_s", [2.5, 6.0])
+def test_a_server_that_lets_clients_in_and_says_nothing(
+    own_pool: SandboxPool, wall_s: float
+) -> None:
+    (worker,) = own_pool.worker_pids()
+    kept: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=authenticate_and_fall_silent, args=(listener, kept))
+        thread.start()
+        address = f"postgresql://reader@127.0.0.1:{listener.getsockname()[1]}/shop"
+        begun = time.monotonic()
+        said = own_pool.execute(address, "SELECT 1", Limits(wall_s=wall_s)).failure
+        assert time.monotonic() - begun < wall_s / 2
+        assert own_pool.tables(address, wall_s) == said
+        assert said == Failure("infrastructure", "the database server does not answer")
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    for client in kept:
+        client.close()
+    assert own_pool.worker_pids() == (worker,)
 
 
 def test_a_server_that_stops_answering(ask: Ask, server: Server) -> None:

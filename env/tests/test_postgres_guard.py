@@ -68,6 +68,10 @@ def test_names_are_denied_where_they_act() -> None:
     assert kind("SELECT * FROM pg_stats") == ""
     assert kind("SELECT * FROM pg_stat_statements") == "denied"
     assert kind("SELECT lo_put(1, 2, 'x')") == "denied"
+    assert kind("SELECT pg_catalog.pg_relation_filepath('t')") == "denied"
+    assert kind("SELECT * FROM pg_get_loaded_modules()") == "denied"
+    assert kind("SELECT pg_relation_filenode('t')") == ""
+    assert kind("SELECT * FROM foreign_tables, foreign_orders") == ""
 
 
 def test_too_long_and_not_text() -> None:
@@ -100,4 +104,4 @@ def test_without_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     backend = PostgresBackend()
     assert backend.execute("postgresql://x", "SELECT 1", Limits(), "default").failure == expected
-    assert backend.tables("postgresql://x") == expected
+    assert backend.tables("postgresql://x", Limits()) == expected

@@ -13,7 +13,15 @@ from pathlib import Path
 import pytest
 from conftest import CITY_SQL, build_database
 
-from hsql_env.registry import DatabaseError, find_databases, open_database, open_folder
+from hsql_env import registry
+from hsql_env.records import Database
+from hsql_env.registry import (
+    DatabaseError,
+    check_databases,
+    find_databases,
+    open_database,
+    open_folder,
+)
 from hsql_env.sandbox import SandboxPool
 
 
@@ -136,3 +144,55 @@ def test_unfinished_journal_is_refused(file: Path) -> None:
     check_refused(file, "in use, city.sqlite-journal holds changes")
     journal.write_bytes(b"\0" * 512)
     open_database(file)
+
+
+def test_a_record_holds_while_its_file_is_what_was_registered(file: Path) -> None:
+    record = open_database(file)
+    server = Database(database_id="shop", path="postgresql://reader@nowhere/shop", sha256="")
+    check_databases([record, server, record.model_copy(update={"database_id": "again"})])
+
+
+def check_stale(record: Database, reason: str) -> None:
+    """Assert that the record is refused with one line that names its file."""
+    with pytest.raises(DatabaseError, match=reason) as caught:
+        check_databases([record])
+    assert str(caught.value).startswith(f"{record.path}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_changed_since_it_was_registered_is_refused(file: Path) -> None:
+    record = open_database(file)
+    with sqlite3.connect(file) as writer:
+        writer.execute("INSERT INTO city (id) VALUES (4)")
+    writer.close()
+    check_stale(record, "not the content that was registered; put that file back, or register this")
+    check_databases([open_database(file)])
+    file.write_text("gone")
+    check_stale(record, "not a SQLite database")
+    file.unlink()
+    check_stale(record, "no such file; put it there, or correct its record")
+
+
+def test_a_registered_file_in_use_is_refused(file: Path) -> None:
+    writer = sqlite3.connect(file)
+    writer.execute("PRAGMA journal_mode = WAL")
+    record = open_database(file)
+    check_databases([record])
+    writer.execute("INSERT INTO city (id) VALUES (4)")
+    writer.commit()
+    check_stale(record, "in use, city.sqlite-wal holds changes not yet in it; close the program")
+    writer.close()
+
+
+def test_many_files_are_each_read_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Path] = []
+    digest = registry._sha256
+    other = build_database(file.with_name("b.sqlite"), CITY_SQL)
+    records = [open_database(path, f"{path.stem}{i}") for i in range(3) for path in (file, other)]
+    monkeypatch.setattr(registry, "_sha256", lambda path: read.append(path) or digest(path))
+    check_databases(records)
+    assert read == [file.resolve(), other.resolve()]
+    for path in (file, other):
+        path.write_text("gone")
+    with pytest.raises(DatabaseError, match=r"city\.sqlite: not a SQLite .* \(1 more of 2 files"):
+        check_databases(records)

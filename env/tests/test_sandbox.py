@@ -9,11 +9,15 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
+from conftest import build_database
 
-from hsql_env.sandbox import Failure, Limits, SandboxPool
+from hsql_env.sandbox import Execution, Failure, Limits, SandboxPool
 
 HANGING = "SELECT instr(hex(zeroblob(50000000)), hex(zeroblob(20000000)) || '1')"
 COUNTING = (
@@ -144,6 +148,138 @@ def test_worker_that_keeps_dying_is_infrastructure(city_path: str) -> None:
         thread.join()
         assert failure == Failure("infrastructure", "the query's worker process died")
         assert pool.execute(city_path, "SELECT 1").rows == ((1,),)
+
+
+def test_a_worker_killed_while_idle_costs_no_listing(city_path: str) -> None:
+    with SandboxPool(workers=1) as pool:
+        pool.execute(city_path, "SELECT 1")
+        os.kill(pool.worker_pids()[0], signal.SIGKILL)
+        tables = pool.tables(city_path)
+        assert not isinstance(tables, Failure)
+        assert len(tables) == 6
+
+
+def test_worker_pids_are_those_that_run(city_path: str) -> None:
+    with SandboxPool(workers=2) as pool:
+        first, second = pool.worker_pids()
+        os.kill(first, signal.SIGKILL)
+        assert wait_until_dead([first])
+        assert pool.worker_pids() == (second,)
+        for _ in range(3):
+            pool.execute(city_path, "SELECT 1")
+        assert len(pool.worker_pids()) == 2
+    assert pool.worker_pids() == ()
+
+
+def never_ready(pipe: Connection) -> None:
+    """Be a worker process that never comes to its first word."""
+    time.sleep(60)
+
+
+def test_a_worker_that_never_starts_is_no_fault_of_the_query(
+    city_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hsql_env.sandbox.pool._START_SECONDS", 0.5)
+    monkeypatch.setattr("hsql_env.sandbox.worker.serve", never_ready)
+    with SandboxPool(workers=1) as pool:
+        workers = list(pool.worker_pids())
+        expected = Failure("infrastructure", "a worker process was not ready in 0.5 s")
+        assert pool.execute(city_path, "SELECT 1").failure == expected
+        assert pool.tables(city_path) == expected
+        workers += pool.worker_pids()
+    assert wait_until_dead(workers, 5)
+
+
+def fork_server() -> int:
+    """Return the process id of this process's fork server."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    assert isinstance(pid, int)
+    return pid
+
+
+def test_a_fork_server_killed_while_the_pool_is_idle(city_path: str) -> None:
+    """A start after its death must not make a live worker count as ended."""
+    with SandboxPool(workers=2) as pool:
+        workers = list(pool.worker_pids())
+        held = list(pool._all)  # a process ends with its object, too, which is to prove nothing
+        timeout = Failure("timeout", "the query took longer than 0.3 s")
+        os.kill(fork_server(), signal.SIGKILL)
+        assert pool.execute(city_path, HANGING, Limits(wall_s=0.3)).failure == timeout
+        for number in (1, 2):  # the worker that is left, then the other one's successor
+            assert pool.execute(city_path, f"SELECT {number}").rows == ((number,),)
+        for _ in range(2):
+            assert pool.execute(city_path, HANGING, Limits(wall_s=0.3)).failure == timeout
+        assert wait_until_dead(workers, 5)
+        assert not any(worker in pool._all for worker in held)
+        for number in (1, 2):
+            assert pool.execute(city_path, f"SELECT {number}").rows == ((number,),)
+        last = list(pool.worker_pids())
+        assert len(last) == 2
+    assert wait_until_dead(last, 5)
+
+
+def test_a_fork_server_killed_while_a_query_runs(city_path: str) -> None:
+    with SandboxPool(workers=2) as pool:
+        workers = list(pool.worker_pids())
+        held = list(pool._all)
+        done: list[Execution] = []
+        limits = Limits(wall_s=2.0)
+        thread = threading.Thread(
+            target=lambda: done.append(pool.execute(city_path, HANGING, limits))
+        )
+        thread.start()
+        os.kill(fork_server(), signal.SIGKILL)
+        pool.execute(city_path, HANGING, Limits(wall_s=0.3))
+        assert pool.execute(city_path, "SELECT 1").rows == ((1,),)  # its worker is a new one
+        thread.join()
+        assert done[0].failure == Failure("timeout", "the query took longer than 2 s")
+        assert wait_until_dead(workers, 5)
+        assert not any(worker in pool._all for worker in held)
+        for number in (1, 2):
+            assert pool.execute(city_path, f"SELECT {number}").rows == ((number,),)
+        last = list(pool.worker_pids())
+        assert len(last) == 2
+    assert wait_until_dead(last, 5)
+
+
+def test_a_start_that_fails_keeps_the_place(
+    city_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SandboxPool(workers=1, queue_s=5.0) as pool:
+        start, failing = ForkServerProcess.start, 2
+
+        def fail(process: ForkServerProcess) -> None:
+            nonlocal failing
+            failing -= 1
+            if failing >= 0:
+                raise EOFError("unexpected EOF")
+            start(process)
+
+        monkeypatch.setattr(ForkServerProcess, "start", fail)
+        pool.execute(city_path, HANGING, Limits(wall_s=0.2))
+        assert pool.execute(city_path, "SELECT 1").failure == Failure(
+            "infrastructure", "no worker process could be started: unexpected EOF"
+        )
+        assert pool.execute(city_path, "SELECT 1").rows == ((1,),)
+        pool.execute(city_path, HANGING, Limits(wall_s=0.2))
+        failing = 1  # one failure is made good
+        assert pool.execute(city_path, "SELECT 2").rows == ((2,),)
+
+
+def test_a_listing_is_within_the_memory_limit(tmp_path: Path) -> None:
+    script = (
+        "CREATE TABLE t (x); INSERT INTO t VALUES (7);"
+        "CREATE VIEW large AS SELECT hex(zeroblob(60000000)) AS x FROM t"
+    )
+    path = str(build_database(tmp_path / "large.sqlite", script))
+    with SandboxPool(workers=1) as pool:
+        tables = pool.tables(path, memory_mb=32)
+        assert not isinstance(tables, Failure)
+        assert [(table.name, table.sample_rows) for table in tables] == [
+            ("t", ((7,),)),
+            ("large", ()),
+        ]
+        assert pool.execute(path, "SELECT x FROM t").rows == ((7,),)
 
 
 def test_closing_fails_a_query_in_flight(city_path: str) -> None:

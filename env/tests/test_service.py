@@ -12,6 +12,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from conftest import call, make_task
 from test_sandbox import wait_until_dead
 
 from hsql_env.harness import TOOLS, InfrastructureError
-from hsql_env.records import Database, write_jsonl
+from hsql_env.records import write_jsonl
+from hsql_env.registry import open_database
 from hsql_env.service.client import AsyncEnvironment, Environment, RequestRefused
 from hsql_env.service.launcher import ServiceProcess, ServiceProcessError
 
@@ -31,7 +33,7 @@ ORACLE = "SELECT count(id) FROM city"
 def files(tmp_path_factory: pytest.TempPathFactory, city_path: str) -> tuple[Path, Path]:
     """A tasks file and a databases file."""
     folder = tmp_path_factory.mktemp("service")
-    database = Database(database_id="city", path=city_path, sha256="0" * 64)
+    database = open_database(city_path)
     write_jsonl(folder / "databases.jsonl", [database])
     write_jsonl(folder / "tasks.jsonl", [make_task(ORACLE, task_id=f"t{i}") for i in range(20)])
     return folder / "tasks.jsonl", folder / "databases.jsonl"
@@ -153,6 +155,37 @@ def test_an_odd_name_does_not_spoil_the_verdict(env: Environment) -> None:
     finished = env.finish(episode_id)
     assert finished.verdict.violations == {"invalid_call": 1, "no_submit": 1}
     assert [(entry.tool, entry.outcome) for entry in finished.calls] == [("", "invalid")]
+
+
+def test_clients_send_structured_tool_calls(env: Environment, service: ServiceProcess) -> None:
+    """As the objects or the dicts that a chat completion's message holds."""
+
+    def as_dict(name: str, arguments: dict[str, Any]) -> dict[str, object]:
+        function = {"name": name, "arguments": json.dumps(arguments)}
+        return {"id": "1", "type": "function", "function": function}
+
+    def as_object(name: str, arguments: dict[str, Any]) -> SimpleNamespace:
+        function = SimpleNamespace(name=name, arguments=json.dumps(arguments))
+        return SimpleNamespace(id="1", type="function", function=function)
+
+    episode_id = env.start("t1").episode_id
+    both = [as_dict("sql_list_tables", {}), as_object("sql_exec", {"query": COUNT})]
+    reply = env.step(episode_id, 1, "First:", both)
+    assert [message.content[:8] for message in reply.messages] == ["city (ta", "count(*)"]
+    assert env.step(episode_id, 1, "First:", both) == reply
+    for wrong in ([], [{"name": "sql_exec"}], ["sql_exec"]):
+        with pytest.raises(ValueError, match=r"validation errors? for Step"):
+            env.step(episode_id, 2, tool_calls=wrong)
+
+    async def submit() -> bool:
+        async with AsyncEnvironment(service.url) as other:
+            calls = [as_object("sql_submit", {"query": COUNT})]
+            return (await other.step(episode_id, 2, tool_calls=calls)).terminated
+
+    assert asyncio.run(submit())
+    finished = env.finish(episode_id)
+    assert [c.tool for c in finished.calls] == ["sql_list_tables", "sql_exec", "sql_submit"]
+    assert finished.verdict.reward == 1.0
 
 
 def test_compaction_over_the_wire(env: Environment) -> None:

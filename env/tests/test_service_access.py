@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import socket
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import call
+from conftest import CITY_SQL, build_database, call
 from serving import COUNT, HANGING, Files, Served, in_background, wait_for, write_files
 from test_sandbox import wait_until_dead
 from test_service import children_of
 
+from hsql_env.harness import EpisodeConfig
+from hsql_env.sandbox import Limits
 from hsql_env.service.client import Environment, RequestRefused
 from hsql_env.service.config import ServeError, ServiceConfig, read_token
 from hsql_env.service.launcher import ServiceProcess
@@ -154,6 +157,18 @@ def test_bad_start_says_one_line(files: Files, tmp_path: Path) -> None:
     assert refused_start(files, "--workers", "0") == "hsql-env: workers must be at least 1, not 0"
 
 
+def test_a_database_that_changed_is_refused_at_the_start(tmp_path: Path) -> None:
+    path = build_database(tmp_path / "city.sqlite", CITY_SQL)
+    stale = write_files(tmp_path, str(path))
+    with sqlite3.connect(path) as writer:
+        writer.execute("DELETE FROM city")
+    writer.close()
+    assert refused_start(stale) == (
+        f"hsql-env: {path}: not the content that was registered; put that file back, or register "
+        "this one with the sha256 that `hsql-env inspect --json` shows"
+    )
+
+
 def test_places_that_cannot_be_listened_on(tmp_path: Path) -> None:
     with pytest.raises(ServeError, match=r"^cannot listen on x+\.invalid:0: "):
         listen_tcp("x" * 64 + ".invalid", 0, has_token=False)
@@ -181,6 +196,26 @@ def test_bounds_that_leave_nothing_to_serve_with(options: dict[str, Any], messag
     with pytest.raises(ServeError) as caught:
         ServiceConfig(**options)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "1e9"])
+@pytest.mark.parametrize("name", ["tool", "verify"])
+def test_a_wall_limit_is_a_time(name: str, seconds: str) -> None:
+    limits = Limits(wall_s=float(seconds))
+    field = "tool_limits" if name == "tool" else "verify_limits"
+    with pytest.raises(ServeError) as caught:
+        ServiceConfig(episode=EpisodeConfig(**{field: limits}))
+    shown = seconds.replace("1e9", "1e+09")
+    assert str(caught.value) == (
+        f"the {name} seconds must be more than 0 and at most 86400, not {shown}"
+    )
+
+
+def test_a_service_without_a_wall_limit_does_not_start(files: Files) -> None:
+    for name in ("tool", "verify"):
+        assert refused_start(files, f"--{name}-seconds=-1") == (
+            f"hsql-env: the {name} seconds must be more than 0 and at most 86400, not -1"
+        )
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,19 @@ from conftest import call, make_task
 from serving import COUNT, HANGING, Files, Served, in_background, wait_for, write_files
 
 from hsql_env.driver import run_episode
-from hsql_env.harness import InfrastructureError
+from hsql_env.harness import EpisodeConfig, InfrastructureError
+from hsql_env.records import Database
+from hsql_env.sandbox import SandboxPool
 from hsql_env.service.client import (
     AsyncEnvironment,
     Environment,
     RequestRefused,
     retry_after_seconds,
 )
+from hsql_env.service.episodes import EpisodeStore
+from hsql_env.service.log import Log
+from hsql_env.service.metrics import Metrics
+from hsql_env.service.problems import RequestError
 
 BODY_LIMIT = 4096
 
@@ -101,6 +107,68 @@ def test_running_query_keeps_its_episode_alive(files: Files, tmp_path: Path) -> 
         reply = served.step(episode_id, 1, call("sql_exec", query=HANGING))
         assert reply.json["messages"][0]["content"] == "Error: the query took longer than 1.5 s"
         assert served.step(episode_id, 2, call("sql_exec", query=COUNT)).status == 200
+
+
+def test_a_request_in_the_queue_keeps_its_episode_alive(files: Files, tmp_path: Path) -> None:
+    """One worker and eight threads: the ninth step waits for a thread for many idle times."""
+    options = "--workers", "1", "--tool-seconds", "0.5", "--idle-seconds", "0.4"
+
+    async def run(url: str) -> list[str]:
+        turns = [call("sql_exec", query=HANGING)] * 8 + [call("sql_exec", query=COUNT)]
+        async with AsyncEnvironment(url) as env:
+
+            async def play(turn: str) -> str:
+                episode_id = (await env.start("t1")).episode_id
+                return (await env.step(episode_id, 1, turn)).messages[0].content
+
+            return await asyncio.gather(*map(play, turns))
+
+    with Served(files, tmp_path / "log", *options) as served:
+        texts = asyncio.run(run(served.url))
+        assert texts[:8] == ["Error: the query took longer than 0.5 s"] * 8
+        assert texts[8] == "count(*)\n3\n(1 row)"
+
+
+@pytest.fixture
+def store(pool: SandboxPool, city: Database) -> EpisodeStore:
+    """The episodes of a service without the service around them."""
+    parts = [make_task(COUNT)], {"city": city}, pool, EpisodeConfig(), Metrics(), Log("off")
+    return EpisodeStore(*parts, idle_s=0.2)
+
+
+def test_idle_time_counts_from_the_last_answer_to_the_next_arrival(store: EpisodeStore) -> None:
+    episode_id = store.start("t1").episode_id
+    with store.visit(episode_id):
+        time.sleep(0.3)
+        store.expire()
+        assert store.step(episode_id, 1, call("sql_list_tables")).notes == ()
+    time.sleep(0.1)
+    store.expire()
+    with store.visit(episode_id):
+        store.step(episode_id, 2, call("sql_exec", query=COUNT))
+    time.sleep(0.3)
+    with store.visit(episode_id):  # it came too late, though nobody had looked
+        with pytest.raises(RequestError, match=r"the episode expired: no request came for 0\.2 s"):
+            store.step(episode_id, 3, call("sql_exec", query=COUNT))
+    assert store.health().episodes == 0
+
+
+def test_finish_sent_again_as_the_first_one_completes(
+    store: EpisodeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    episode_id = store.start("t1").episode_id
+    hold, first = store._hold, []
+
+    def hold_too_late(episode_id: str) -> object:
+        monkeypatch.setattr(store, "_hold", hold)
+        first.append(store.finish(episode_id))
+        return hold(episode_id)
+
+    monkeypatch.setattr(store, "_hold", hold_too_late)
+    assert store.finish(episode_id) == first[0]
+    assert store.finish(episode_id) == first[0]
+    with pytest.raises(RequestError, match="unknown or finished episode: nosuch"):
+        store.finish("nosuch")
 
 
 def sized_step(size: int) -> bytes:

@@ -11,10 +11,12 @@ import pytest
 from conftest import CITY_SQL, build_database, call
 from serving import HANGING, Served, in_background, wait_for
 
-from hsql_env.records import Database, HiddenTask, Mutation, PublicTask, Task, write_jsonl
+from hsql_env.records import HiddenTask, Mutation, PublicTask, Task, write_jsonl
+from hsql_env.registry import open_database
 
 FOLDER = "hidden_folder_of_databases"
 FILE = "hidden_file_name.sqlite"
+PREFIXES = {"city": "", "bad": "bad_", "gone": "gone_"}
 SECRETS = (
     "canary_alias",  # in every oracle
     "canary_mutation",
@@ -79,15 +81,12 @@ def make(task_id: str, database_id: str) -> Task:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A service over tasks with canaries; one database is no database, another one is gone."""
+    """A service over tasks with canaries; while it runs, one database is spoiled and one lost."""
     folder = tmp_path_factory.mktemp(FOLDER)
-    good = build_database(folder / FILE, CITY_SQL)
-    bad = folder / f"bad_{FILE}"
-    bad.write_bytes(b"no database " * 1000)
-    paths = {"city": good, "bad": bad, "gone": folder / f"gone_{FILE}"}
+    paths = {key: folder / (prefix + FILE) for key, prefix in PREFIXES.items()}
     write_jsonl(
         folder / "d.jsonl",
-        [Database(database_id=key, path=str(path), sha256="0" * 64) for key, path in paths.items()],
+        [open_database(build_database(path, CITY_SQL), key) for key, path in paths.items()],
     )
     tasks = [make(name, "city") for name in ORACLES]
     tasks += [make(f"count-{database}", database) for database in ("bad", "gone")]
@@ -97,6 +96,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     log = tmp_path_factory.mktemp("log") / "log"
     files = folder / "t.jsonl", folder / "d.jsonl"
     with Served(files, log, *options, *limits) as service:
+        paths["bad"].write_bytes(b"no database " * 1000)
+        paths["gone"].unlink()
         yield service
 
 

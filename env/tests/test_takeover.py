@@ -10,7 +10,8 @@ import pytest
 from conftest import call, make_task
 
 from hsql_env.driver import run_episode
-from hsql_env.records import Database, Message, PublicTask, Trajectory, write_jsonl
+from hsql_env.records import Message, PublicTask, Trajectory, write_jsonl
+from hsql_env.registry import open_database
 from hsql_env.service.client import AsyncEnvironment
 from hsql_env.service.launcher import ServiceProcess
 from hsql_env.teacher.collect import drop_reason
@@ -62,7 +63,7 @@ class Student:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory, city_path: str) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("takeover")
-    database = Database(database_id="city", path=city_path, sha256="0" * 64)
+    database = open_database(city_path)
     write_jsonl(folder / "databases.jsonl", [database])
     write_jsonl(folder / "tasks.jsonl", TASKS.values())
     with ServiceProcess(folder / "tasks.jsonl", folder / "databases.jsonl", workers=1) as service:

@@ -21,7 +21,8 @@ from pathlib import Path
 from sandbox_speed import CHINOOK, QUERY
 
 from hsql_env.harness.tools import tool_call_text
-from hsql_env.records import Database, HiddenTask, PublicTask, Task, write_jsonl
+from hsql_env.records import HiddenTask, PublicTask, Task, write_jsonl
+from hsql_env.registry import open_database
 from hsql_env.service.client import AsyncEnvironment
 from hsql_env.service.launcher import ServiceProcess
 
@@ -79,8 +80,7 @@ def main() -> None:
             task_id="t1", oracle_sql=QUERY, columns=("x",), row_count=1, fingerprint=""
         )
         write_jsonl(folder / "tasks.jsonl", [Task(public=public, hidden=hidden)])
-        database = Database(database_id="chinook", path=str(path), sha256="0" * 64)
-        write_jsonl(folder / "databases.jsonl", [database])
+        write_jsonl(folder / "databases.jsonl", [open_database(path, "chinook")])
         files = folder / "tasks.jsonl", folder / "databases.jsonl"
         socket = folder / "service.sock"
         options = ["--max-turns", str(MAX_TURNS), "--socket", str(socket)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import secrets
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +24,14 @@ class OpenEnv:
     """JSON Lines file of databases; the environment service is then started here, too."""
     service: str = ""
     """Address of a running environment service, in place of --databases."""
+    service_token_file: Path | None = None
+    """File of the token that --service wants; else HSQL_TOKEN of the environment holds it."""
     host: str = "127.0.0.1"
+    """Any address but a loopback one needs a token."""
     port: int = 8000
     """0 takes a free port."""
+    token_file: Path | None = None
+    """File of the token that sessions must bring, as a bearer token or the address's password."""
     workers: int = 2
     """Sandbox processes of the service that is started here."""
 
@@ -31,20 +39,31 @@ class OpenEnv:
 def run(command: OpenEnv) -> int:
     """Serve until SIGTERM or SIGINT. Raises `CommandError`, `RecordError`, `OSError`."""
     # Here, because it takes longer to import than `exec` takes to run.
+    from hsql_env.service.client import AsyncEnvironment
+    from hsql_env.service.config import ServeError, read_token
+    from hsql_env.service.listen import listen_tcp
     from hsql_env.service.openenv import serve
 
     if (command.databases is None) == (not command.service):
         raise CommandError("name either --databases or --service")
+    if command.databases is not None and command.service_token_file is not None:
+        raise CommandError("--service-token-file is for --service")
     task_ids = [task.public.task_id for task in read_jsonl(command.tasks, Task)]
     if not task_ids:
         raise CommandError(f"{command.tasks}: no tasks")
-    with ExitStack() as stack:
-        url = command.service
-        if command.databases is not None:
-            process = ServiceProcess(command.tasks, command.databases, command.workers)
-            try:
+    try:
+        own = read_token(command.token_file)
+        theirs = read_token(command.service_token_file, os.environ)
+        with ExitStack() as stack:
+            place = command.host, command.port
+            listener = stack.enter_context(listen_tcp(*place, own is not None, "--token-file"))
+            url = command.service
+            if command.databases is not None:
+                theirs = secrets.token_hex(32)  # nobody is to go around the adapter
+                files = command.tasks, command.databases
+                process = ServiceProcess(*files, command.workers, token=theirs)
                 url = stack.enter_context(process).url
-            except ServiceProcessError as error:
-                raise CommandError(str(error)) from error
-        serve(url, task_ids, command.host, command.port)
+            asyncio.run(serve(AsyncEnvironment(url, token=theirs), task_ids, listener, own))
+    except (ServeError, ServiceProcessError) as error:
+        raise CommandError(str(error)) from error
     return 0

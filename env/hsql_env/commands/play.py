@@ -13,6 +13,7 @@ from hsql_env.commands import CommandError
 from hsql_env.harness import TOOLS, Episode, EpisodeConfig, InfrastructureError
 from hsql_env.harness.tools import tool_call_text
 from hsql_env.records import Database, Task, Verdict, read_jsonl
+from hsql_env.registry import check_databases
 from hsql_env.sandbox import GuardProfile, SandboxPool
 
 HELP = """\
@@ -61,11 +62,15 @@ class Quit(NamedTuple):
 
 
 def run(command: Play) -> int:
-    """Play one episode on standard input and output. Raises `CommandError`, `RecordError`."""
+    """Play one episode on standard input and output.
+
+    Raises `CommandError`, `RecordError`, `DatabaseError`.
+    """
     if command.max_turns < 1:
         raise CommandError(f"--max-turns must be at least 1, not {command.max_turns}")
     task = choose_task(list(read_jsonl(command.tasks, Task)), command.task_id, command.tasks)
     database = _find_database(command.databases, task.public.database_id)
+    check_databases([database])
     config = EpisodeConfig(max_turns=command.max_turns, guard=command.guard)
     with SandboxPool(workers=1) as pool:
         episode = Episode(task, database, pool, config)

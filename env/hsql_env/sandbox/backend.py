@@ -28,7 +28,7 @@ class Backend(Protocol):
         """Execute one read-only statement."""
         ...
 
-    def tables(self, locator: str) -> tuple[Table, ...] | Failure:
+    def tables(self, locator: str, limits: Limits) -> tuple[Table, ...] | Failure:
         """Describe every table and view."""
         ...
 

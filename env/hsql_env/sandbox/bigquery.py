@@ -91,7 +91,7 @@ class BigQueryBackend:
             done = Execution(failure=_failure(error))
         return replace(done, elapsed_s=time.perf_counter() - start)
 
-    def tables(self, locator: str) -> tuple[Table, ...] | Failure:
+    def tables(self, locator: str, limits: Limits) -> tuple[Table, ...] | Failure:
         """Describe the dataset's tables and views, which reads none of their rows; never raises."""
         try:
             place = read_locator(locator)

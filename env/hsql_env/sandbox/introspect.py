@@ -48,11 +48,11 @@ def _read(connection: apsw.Connection, name: str, kind: str, sql: str) -> Table:
 
 
 def _count(connection: apsw.Connection, source: str) -> int | None:
-    """Return the row count; None for what cannot be counted (a broken or slow view)."""
+    """Return the row count; None for what cannot be counted (a broken, slow or large view)."""
     try:
         count = connection.execute(f"SELECT count(*) FROM {source}").fetchall()[0][0]
         return int(count or 0)
-    except apsw.Error:
+    except (apsw.Error, MemoryError):
         return None
 
 
@@ -70,7 +70,7 @@ def _sample(connection: apsw.Connection, source: str) -> tuple[tuple[str, ...], 
         rows = cursor.execute(query).fetchall()
     except UnicodeDecodeError:
         rows = list(select_decoded(connection, query, columns))
-    except apsw.Error:
+    except (apsw.Error, MemoryError):
         rows = []
     return tuple(columns), tuple(tuple(_cut(cell) for cell in row) for row in rows)
 

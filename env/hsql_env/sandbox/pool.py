@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import queue
 import select
+import signal
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerProcess
 from types import ModuleType, TracebackType
 from typing import Protocol, Self
@@ -23,7 +25,7 @@ from hsql_env.sandbox.worker import ExecuteRequest, TablesRequest
 
 _START_SECONDS = 30.0
 _KNOWN_DATABASES = 4096  # databases whose tables stay in memory
-_ATTEMPTS = 2  # a worker that dies under a query gets one successor
+_ATTEMPTS = 2  # a worker that dies under a request, or as it starts, gets one successor
 _start_lock = threading.Lock()
 
 
@@ -52,9 +54,14 @@ class _WorkerDied(Exception):
 
 
 class _Worker:
-    """One worker process and the parent's end of its pipe."""
+    """One worker process and the parent's end of its pipe.
+
+    The process is held by a descriptor of its own. What `multiprocessing` knows of it comes from
+    its fork server: when that is killed, every live worker counts as ended there.
+    """
 
     def __init__(self) -> None:
+        """Start the process. Raises `OSError` or `EOFError`, as where its fork server dies."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([worker_module.__name__])
         self._pipe, theirs = context.Pipe()
@@ -64,17 +71,21 @@ class _Worker:
         with _start_lock, _without_main_module():
             self._process.start()
         theirs.close()
+        self.pid = self._process.pid or 0
+        self._descriptor = os.pidfd_open(self.pid)  # a number alone may become another process's
         self._poller = select.poll()  # `Connection.poll` builds a selector a call
         self._poller.register(self._pipe.fileno(), select.POLLIN)
+        self._exit_poller = select.poll()
+        self._exit_poller.register(self._descriptor, select.POLLIN)
         self._ready = False
 
     @property
-    def pid(self) -> int:
-        """The process id."""
-        return self._process.pid or 0
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return not self._exit_poller.poll(0)
 
     def send(self, request: ExecuteRequest | TablesRequest) -> None:
-        """Hand the worker a request. Raises `_WorkerDied`."""
+        """Hand the worker a request. Raises `_WorkerDied`, or `SandboxError` if it never starts."""
         self._wait_ready()
         try:
             self._pipe.send_bytes(pickle.dumps(request))
@@ -91,17 +102,24 @@ class _Worker:
             raise _WorkerDied from error
 
     def kill(self) -> None:
-        """End the process at once and reap it.
+        """End the process at once and wait for its end; call it once.
 
         The pipe is left to its last user: another thread may be waiting on it this moment.
         """
-        self._process.kill()
-        self._process.join(_START_SECONDS)
+        with suppress(ProcessLookupError):  # it ended by itself
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        self._exit_poller.poll(_START_SECONDS * 1000)
+        os.close(self._descriptor)
 
     def _wait_ready(self) -> None:
-        if not self._ready:
+        if self._ready:
+            return
+        try:
             self.receive(_START_SECONDS)
-            self._ready = True
+        except TimeoutError:
+            message = f"a worker process was not ready in {_START_SECONDS:g} s"
+            raise SandboxError(message) from None
+        self._ready = True
 
 
 @contextmanager
@@ -136,8 +154,12 @@ class SandboxPool:
         self._all: set[_Worker] = set()
         # One entry a worker that is free; None stands for one to be started.
         self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
-        for _ in range(workers):
-            self._idle.put(self._start())
+        try:
+            for _ in range(workers):
+                self._idle.put(self._start())
+        except BaseException:
+            self.close()
+            raise
 
     def execute(
         self,
@@ -187,14 +209,16 @@ class SandboxPool:
                     died = 0
         return done
 
-    def tables(self, path: str, wall_s: float = 60.0) -> tuple[Table, ...] | Failure:
+    def tables(
+        self, path: str, wall_s: float = 60.0, memory_mb: int = 1024
+    ) -> tuple[Table, ...] | Failure:
         """Return every table and view of the database, kept in memory by file identity."""
-        tables = self._read_tables(path, wall_s)
+        tables = self._read_tables(path, Limits(wall_s=wall_s, memory_mb=memory_mb))
         if isinstance(tables, Failure) and self._observer is not None:
             self._observer.failed(tables)
         return tables
 
-    def _read_tables(self, path: str, wall_s: float) -> tuple[Table, ...] | Failure:
+    def _read_tables(self, path: str, limits: Limits) -> tuple[Table, ...] | Failure:
         try:
             key = (path, identity(path))
         except OSError:
@@ -203,26 +227,32 @@ class SandboxPool:
             known = self._tables.get(key)
         if known is not None:
             return known
-        try:
-            with self._borrow() as worker:
-                worker.send(TablesRequest(path))
-                tables = worker.receive(wall_s)
-        except SandboxError as error:
-            return Failure("infrastructure", str(error))
-        except TimeoutError:
-            return Failure("timeout", f"reading the tables took longer than {wall_s:g} s")
-        except _WorkerDied:
-            return Failure("infrastructure", "the worker process died reading the tables")
-        if isinstance(tables, Failure):
-            return tables
-        assert isinstance(tables, tuple)
-        self._remember(key, tables)
+        tables = self._ask_tables(path, limits)
+        if not isinstance(tables, Failure):
+            self._remember(key, tables)
         return tables
 
+    def _ask_tables(self, path: str, limits: Limits) -> tuple[Table, ...] | Failure:
+        for _ in range(_ATTEMPTS):
+            try:
+                with self._borrow() as worker:
+                    worker.send(TablesRequest(path, limits))
+                    tables = worker.receive(limits.wall_s)
+            except SandboxError as error:
+                return Failure("infrastructure", str(error))
+            except TimeoutError:
+                message = f"reading the tables took longer than {limits.wall_s:g} s"
+                return Failure("timeout", message)
+            except _WorkerDied:
+                continue
+            assert isinstance(tables, tuple | Failure)
+            return tables
+        return Failure("infrastructure", "the worker process died reading the tables")
+
     def worker_pids(self) -> tuple[int, ...]:
-        """Return the process ids of the workers now alive."""
+        """Return the process ids of the workers that run; one that died is replaced when needed."""
         with self._lock:
-            return tuple(worker.pid for worker in self._all)
+            return tuple(worker.pid for worker in self._all if worker.alive)
 
     def close(self) -> None:
         """Kill every worker. Calls in flight return an infrastructure failure."""
@@ -285,15 +315,12 @@ class SandboxPool:
             if self._closed:
                 raise SandboxError("the sandbox is closed")
             return worker or self._start()
-        except SandboxError:
+        except BaseException:
             self._idle.put(None)  # the place stays, and the next waiter is woken
             raise
 
     def _start(self) -> _Worker:
-        try:
-            worker = _Worker()
-        except OSError as error:
-            raise SandboxError(f"no worker process could be started: {error}") from error
+        worker = _start_worker()
         with self._lock:
             self._all.add(worker)
             closed = self._closed
@@ -314,6 +341,17 @@ class SandboxPool:
             self._tables[key] = tables
             if len(self._tables) > _KNOWN_DATABASES:
                 self._tables.popitem(last=False)
+
+
+def _start_worker() -> _Worker:
+    """Start a worker, once more where its fork server died meanwhile. Raises `SandboxError`."""
+    reason = ""
+    for _ in range(_ATTEMPTS):
+        try:
+            return _Worker()
+        except (OSError, EOFError) as error:
+            reason = str(error) or type(error).__name__
+    raise SandboxError(f"no worker process could be started: {reason}")
 
 
 def _failed(kind: FailureKind, message: str) -> Execution:

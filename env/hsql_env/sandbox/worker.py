@@ -51,6 +51,7 @@ class TablesRequest(NamedTuple):
     """Describe a database; the worker replies `tuple[Table, ...]` or a `Failure`."""
 
     path: str
+    limits: Limits
 
 
 class _Handle(NamedTuple):
@@ -69,7 +70,7 @@ class Worker:
         """Yield the replies to one request, in order."""
         backend = self._backend(request.path)
         if isinstance(request, TablesRequest):
-            yield backend.tables(request.path)
+            yield backend.tables(request.path, request.limits)
             return
         for sql in request.sqls:
             yield backend.execute(request.path, sql, request.limits, request.guard)
@@ -111,13 +112,12 @@ class SqliteBackend:
             handle = self._open(path)
             return _run(handle, sql, limits, start)
         except Exception as error:  # every failure of a query is a value
-            failure = _failure(error, self._handles.get(path))
-            if failure.kind == "memory":
-                self._close_all()  # their caches are within the same limit
+            failure = self._failed(error, self._handles.get(path))
             return Execution(failure=failure, elapsed_s=time.perf_counter() - start)
 
-    def tables(self, path: str) -> tuple[Table, ...] | Failure:
+    def tables(self, path: str, limits: Limits) -> tuple[Table, ...] | Failure:
         """Describe every table and view of the file at `path`."""
+        self._limit_memory(limits.memory_mb)
         try:
             handle = self._open(path)
             handle.connection.authorizer = None  # our own statements, not the policy's
@@ -126,7 +126,13 @@ class SqliteBackend:
             finally:
                 handle.connection.authorizer = handle.authorizer
         except Exception as error:
-            return _failure(error, None)
+            return self._failed(error, None)
+
+    def _failed(self, error: Exception, handle: _Handle | None) -> Failure:
+        failure = _failure(error, handle)
+        if failure.kind == "memory":
+            self._close_all()  # their caches are within the same limit
+        return failure
 
     def _open(self, path: str) -> _Handle:
         identity = file_identity(path)

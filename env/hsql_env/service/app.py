@@ -105,13 +105,15 @@ def make_app(parts: Parts, on_ready: Callable[[], None]) -> ASGIApp:
     async def step(episode_id: str, body: Step) -> Response:
         admission.refuse_draining()
         begun = time.perf_counter()
-        reply = await in_thread(store.step, episode_id, body.turn, body.text())
+        with store.visit(episode_id):
+            reply = await in_thread(store.step, episode_id, body.turn, body.text())
         metrics.step_seconds.observe(time.perf_counter() - begun)
         return _json(reply)
 
     @app.delete("/episodes/{episode_id}", response_model=Finished)
     async def finish(episode_id: str) -> Response:
-        return _json(await in_thread(store.finish, episode_id))
+        with store.visit(episode_id):
+            return _json(await in_thread(store.finish, episode_id))
 
     return Gate(
         _StepShortcut(app, step, refuse),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Sequence
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from types import TracebackType
@@ -98,9 +99,20 @@ class AsyncEnvironment:
         body = Start(task_id=task_id, seed=seed, context_chars=context_chars)
         return await self._ask(Started, "POST", "/episodes", body)
 
-    async def step(self, episode_id: str, turn: int, content: str) -> Stepped:
-        """Send the policy's raw text of turn `turn`, counted from 1."""
-        body = Step(turn=turn, content=content)
+    async def step(
+        self,
+        episode_id: str,
+        turn: int,
+        content: str | None = None,
+        tool_calls: Sequence[object] = (),
+    ) -> Stepped:
+        """Send turn `turn`, counted from 1: the policy's raw text, its tool calls, or both.
+
+        `tool_calls` are those of an OpenAI chat completion, as objects or as dicts. Raises
+        `ValueError` for a turn with neither, or for what is no tool call.
+        """
+        said = {"turn": turn, "content": content, "tool_calls": tuple(tool_calls)}
+        body = Step.model_validate(said, from_attributes=True)
         return await self._ask(Stepped, "POST", f"/episodes/{episode_id}/step", body)
 
     async def finish(self, episode_id: str) -> Finished:
@@ -192,9 +204,15 @@ class Environment:
         """Begin an episode of a task; beyond `context_chars` older observations are compacted."""
         return self._runner.run(self._async.start(task_id, seed, context_chars))
 
-    def step(self, episode_id: str, turn: int, content: str) -> Stepped:
-        """Send the policy's raw text of turn `turn`, counted from 1."""
-        return self._runner.run(self._async.step(episode_id, turn, content))
+    def step(
+        self,
+        episode_id: str,
+        turn: int,
+        content: str | None = None,
+        tool_calls: Sequence[object] = (),
+    ) -> Stepped:
+        """Send turn `turn`, as `AsyncEnvironment.step`."""
+        return self._runner.run(self._async.step(episode_id, turn, content, tool_calls))
 
     def finish(self, episode_id: str) -> Finished:
         """End the episode and return its verdict and calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import re
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from hsql_env.harness import EpisodeConfig
 from hsql_env.service.log import LogLevel
 
 TOKEN_VARIABLE = "HSQL_TOKEN"
+_MOST_WALL_S = 86_400  # a day; the system call that waits takes no more than 24
 _TOKEN = re.compile(r"[!-~]{16,4096}")
 
 
@@ -47,6 +49,13 @@ class ServiceConfig:
             raise ServeError(f"the idle seconds must be more than 0, not {self.idle_s:g}")
         if not self.request_s > 0:
             raise ServeError(f"the request seconds must be more than 0, not {self.request_s:g}")
+        limits = {"tool": self.episode.tool_limits, "verify": self.episode.verify_limits}
+        for name, limit in limits.items():
+            if not 0 < limit.wall_s <= _MOST_WALL_S:
+                raise ServeError(
+                    f"the {name} seconds must be more than 0 and at most {_MOST_WALL_S}, "
+                    f"not {limit.wall_s:g}"
+                )
         if not self.drain_s >= 0:
             raise ServeError(f"the drain seconds must be at least 0, not {self.drain_s:g}")
 
@@ -56,13 +65,22 @@ class ServiceConfig:
         return max(8, 4 * self.workers)
 
 
-def read_token(file: Path | None, environment: MutableMapping[str, str]) -> str | None:
+def is_token(expected: str, header: bytes) -> bool:
+    """Return whether an Authorization header holds the bearer token; compares in constant time."""
+    scheme, _, given = header.partition(b" ")
+    right = hmac.compare_digest(given.strip(), expected.encode())
+    return scheme.lower() == b"bearer" and right
+
+
+def read_token(
+    file: Path | None, environment: MutableMapping[str, str] | None = None
+) -> str | None:
     """Return the token of the file, or else of `HSQL_TOKEN`, which no child process is to inherit.
 
     None without either. Raises `ServeError` for one that is not 16 or more printable characters
     without spaces, and never shows it; `OSError` if the file cannot be read.
     """
-    variable = environment.pop(TOKEN_VARIABLE, None)
+    variable = None if environment is None else environment.pop(TOKEN_VARIABLE, None)
     if file is None and variable is None:
         return None
     source = f"the environment variable {TOKEN_VARIABLE}" if file is None else str(file)

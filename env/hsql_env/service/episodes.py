@@ -29,8 +29,16 @@ class _Live:
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
         self.lock = threading.Lock()  # held while a request runs
-        self.touched = time.monotonic()
+        self.requests = 0  # that came and are not answered, also those that wait for a thread
+        self.touched = time.monotonic()  # when the last one came or was answered
         self.last: tuple[str, Stepped] | None = None
+
+
+class _Gone(RequestError):
+    """The episode is not live: it never was, has expired, or was finished."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("not_found", message)
 
 
 class EpisodeStore:
@@ -57,7 +65,7 @@ class EpisodeStore:
         self._idle_s = idle_s
         self._max_episodes = max_episodes
         self._verifier = Verifier(pool, config.verify_limits)
-        self._lock = threading.Lock()  # of the three below
+        self._lock = threading.Lock()  # of the three below, and of requests and times in them
         self._live: dict[str, _Live] = {}
         self._finished: OrderedDict[str, Finished] = OrderedDict()
         self._expired: OrderedDict[str, None] = OrderedDict()
@@ -94,6 +102,26 @@ class EpisodeStore:
         self._log("episode_started", episode=episode_id[:_LOGGED_ID], task=task_id)
         return Started(episode_id=episode_id, messages=tuple(episode.reset()), tools=TOOLS)
 
+    @contextmanager
+    def visit(self, episode_id: str) -> Iterator[None]:
+        """Count a request from its arrival to its answer: until then its episode is not idle.
+
+        Around `step` and `finish`, which may have to wait for a thread first.
+        """
+        with self._lock:
+            idle = self._drop_idle([episode_id])
+            live = self._live.get(episode_id)
+            if live is not None:
+                live.requests += 1
+        self._note_expired(idle)
+        try:
+            yield
+        finally:
+            if live is not None:
+                with self._lock:
+                    live.requests -= 1
+                    live.touched = time.monotonic()
+
     def step(self, episode_id: str, turn: int, content: str) -> Stepped:
         """Run a turn once, however often it is sent. Raises `RequestError`."""
         with self._hold(episode_id) as live:
@@ -115,10 +143,16 @@ class EpisodeStore:
 
     def finish(self, episode_id: str) -> Finished:
         """End an episode and judge it; asked again, answer the same. Raises `RequestError`."""
-        with self._lock:
-            known = self._finished.get(episode_id)
-        if known is not None:
+        try:
+            return self._judge(episode_id)
+        except _Gone:
+            with self._lock:  # an episode goes from the live ones to these in one step
+                known = self._finished.get(episode_id)
+            if known is None:
+                raise
             return known
+
+    def _judge(self, episode_id: str) -> Finished:
         with self._hold(episode_id) as live:
             was_spoiled = bool(live.episode.infrastructure)
             reply = _finish(live.episode)
@@ -132,15 +166,26 @@ class EpisodeStore:
 
     def expire(self) -> None:
         """Drop the episodes whose client has not been heard of for the idle time."""
-        oldest = time.monotonic() - self._idle_s
         with self._lock:
-            idle = [key for key, live in self._live.items() if live.touched < oldest]
-        for episode_id in idle:
-            try:
-                with self._hold(episode_id):
-                    pass  # a request came in the meantime
-            except RequestError:
-                continue
+            idle = self._drop_idle(list(self._live))
+        self._note_expired(idle)
+
+    def _drop_idle(self, episode_ids: Iterable[str]) -> list[str]:
+        """Drop those of these episodes that are idle, and return them; call with the lock."""
+        oldest = time.monotonic() - self._idle_s
+        dropped = []
+        for episode_id in episode_ids:
+            live = self._live.get(episode_id)
+            if live is not None and not live.requests and live.touched < oldest:
+                del self._live[episode_id]
+                _remember(self._expired, episode_id, None)
+                dropped.append(episode_id)
+        return dropped
+
+    def _note_expired(self, episode_ids: Iterable[str]) -> None:
+        for episode_id in episode_ids:
+            self._metrics.expired.inc()
+            self._log("episode_expired", episode=episode_id[:_LOGGED_ID], idle_seconds=self._idle_s)
 
     @contextmanager
     def _hold(self, episode_id: str) -> Iterator[_Live]:
@@ -151,29 +196,16 @@ class EpisodeStore:
         if not live.lock.acquire(blocking=False):
             raise RequestError("busy", "the episode is busy with another request")
         try:
-            if time.monotonic() - live.touched > self._idle_s:
-                self._drop(episode_id)
-            if episode_id not in self._live:  # finished or expired since it was looked up
+            if episode_id not in self._live:  # finished since it was looked up
                 raise self._gone(episode_id)
             yield live
         finally:
-            live.touched = time.monotonic()
             live.lock.release()
 
-    def _drop(self, episode_id: str) -> None:
-        """Expire an episode that the caller holds."""
-        with self._lock:
-            if self._live.pop(episode_id, None) is None:
-                return
-            _remember(self._expired, episode_id, None)
-        self._metrics.expired.inc()
-        self._log("episode_expired", episode=episode_id[:_LOGGED_ID], idle_seconds=self._idle_s)
-
-    def _gone(self, episode_id: str) -> RequestError:
+    def _gone(self, episode_id: str) -> _Gone:
         if episode_id in self._expired:
-            message = f"the episode expired: no request came for {self._idle_s:g} s"
-            return RequestError("not_found", message)
-        return RequestError("not_found", f"unknown or finished episode: {episode_id}")
+            return _Gone(f"the episode expired: no request came for {self._idle_s:g} s")
+        return _Gone(f"unknown or finished episode: {episode_id}")
 
     def _note_spoiled(self, episode_id: str, episode: Episode) -> None:
         self._metrics.spoiled.inc()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Callable
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hsql_env.service.config import is_token
 from hsql_env.service.problems import RequestError, problem_reply
 
 _OPEN_PATHS = frozenset({"/healthz", "/readyz"})  # probes carry no token, and see counts only
@@ -36,7 +36,7 @@ class Gate:
         refuse: Callable[[Exception], Response],
     ) -> None:
         self._app = app
-        self._token = token.encode() if token else None
+        self._token = token
         self._max_body_bytes = max_body_bytes
         self._body_s = body_s
         self._on_fault = on_fault
@@ -68,7 +68,7 @@ class Gate:
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if scope["path"] not in _OPEN_PATHS:
-                check_token(self._token, _header(scope, b"authorization"))
+                self._check_token(_header(scope, b"authorization"))
             body = await self._read(scope, receive)
         except _Disconnected:
             return
@@ -76,6 +76,12 @@ class Gate:
             await self._refuse(error)(scope, receive, send)
             return
         await self._app(scope, _Replay(body, receive), send)
+
+    def _check_token(self, header: bytes) -> None:
+        """Raise `RequestError` if the bearer token is missing or wrong."""
+        if self._token is not None and not is_token(self._token, header):
+            message = "this service wants its token: Authorization: Bearer …"
+            raise RequestError("unauthorized", message)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         """Return the body. Raises `RequestError` for one that is too large or too slow."""
@@ -102,16 +108,6 @@ class _Replay:
         """Return the body, then what comes after it."""
         message, self._message = self._message, None
         return message or await self._receive()
-
-
-def check_token(expected: bytes | None, header: bytes) -> None:
-    """Compare in constant time. Raises `RequestError` if the bearer token is missing or wrong."""
-    if expected is None:
-        return
-    scheme, _, given = header.partition(b" ")
-    right = hmac.compare_digest(given.strip(), expected)
-    if scheme.lower() != b"bearer" or not right:
-        raise RequestError("unauthorized", "this service wants its token: Authorization: Bearer …")
 
 
 async def _read_body(receive: Receive, limit: int) -> bytes:

@@ -12,10 +12,16 @@ from pathlib import Path
 from hsql_env.service.config import TOKEN_VARIABLE, ServeError
 
 _BACKLOG = 1024
+_TOKEN_FROM = f"--token-file or {TOKEN_VARIABLE}"
 
 
-def listen_tcp(host: str, port: int, has_token: bool) -> socket.socket:
-    """Return a listening socket. Raises `ServeError`, also for an open address without a token."""
+def listen_tcp(
+    host: str, port: int, has_token: bool, token_from: str = _TOKEN_FROM
+) -> socket.socket:
+    """Return a listening socket. Raises `ServeError`, also for an open address without a token.
+
+    `token_from` is how a user gives one.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -23,7 +29,7 @@ def listen_tcp(host: str, port: int, has_token: bool) -> socket.socket:
         if not has_token and not is_loopback(str(address[0])):
             raise ServeError(
                 f"{host or 'the empty host'} is not a loopback address: give a token with "
-                f"--token-file or {TOKEN_VARIABLE}, or listen on 127.0.0.1"
+                f"{token_from}, or listen on 127.0.0.1"
             )
         return socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
     except (OSError, OverflowError, UnicodeError) as error:

@@ -5,16 +5,22 @@ A WebSocket at `/ws` is a session, with at most one episode at a time. A client 
 adapter is a client of the environment service: it translates, and never sees a task's hidden half.
 
 A failure of the harness is an `error` message, never a reward of 0.
+
+With a token, a session must bring it: as a bearer token, or as the password of the address, which
+is all that OpenEnv's own clients can send (`http://any:TOKEN@host:8000`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import binascii
 import itertools
 import json
 import os
 import signal
-from collections.abc import Mapping, Sequence
+import socket
+from base64 import b64decode
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -25,9 +31,13 @@ from hsql_env.harness.actions import InfrastructureError
 from hsql_env.harness.tools import tool_call_text
 from hsql_env.records import Message, Verdict
 from hsql_env.service.client import AsyncEnvironment, RequestRefused
+from hsql_env.service.config import is_token
 from hsql_env.service.wire import Wire
 
 W = TypeVar("W", bound=Wire)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_OPEN_PATH = "/health"  # a probe carries no token, and learns nothing
 
 
 class Reset(Wire):
@@ -50,6 +60,10 @@ class Action(Wire):
     def _one_form(self) -> Self:
         if (self.content is None) == (self.tool is None):
             raise ValueError("an action has either content or tool")
+        try:
+            self.text().encode()
+        except (UnicodeEncodeError, RecursionError):
+            raise ValueError("an action must be valid text, and not too deep") from None
         return self
 
     def text(self) -> str:
@@ -183,7 +197,9 @@ class _Tasks:
         return self._task_ids[place % len(self._task_ids)]
 
 
-def make_app(env: AsyncEnvironment, task_ids: Sequence[str]) -> web.Application:
+def make_app(
+    env: AsyncEnvironment, task_ids: Sequence[str], token: str | None = None
+) -> web.Application:
     """Return the web application; `task_ids` must not be empty."""
     tasks = _Tasks(task_ids)
 
@@ -217,7 +233,7 @@ def make_app(env: AsyncEnvironment, task_ids: Sequence[str]) -> web.Application:
         }
         return web.json_response({name: kind.model_json_schema() for name, kind in kinds.items()})
 
-    app = web.Application()
+    app = web.Application(middlewares=[_gate(token)] if token else [])
     app.router.add_get("/ws", sessions)
     app.router.add_get("/health", health)
     app.router.add_get("/metadata", metadata)
@@ -225,23 +241,48 @@ def make_app(env: AsyncEnvironment, task_ids: Sequence[str]) -> web.Application:
     return app
 
 
-def serve(url: str, task_ids: Sequence[str], host: str, port: int) -> None:
-    """Serve sessions on the environment service at `url` until SIGTERM or SIGINT.
+def _gate(token: str) -> Any:
+    """Return the middleware that lets nobody pass without the token."""
 
-    Prints one JSON line with the address when ready. Raises `OSError` where it cannot listen.
+    @web.middleware
+    async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
+        header = _bearer(request.headers.get("authorization", "").encode(errors="replace"))
+        if request.path == _OPEN_PATH or is_token(token, header):
+            return await handler(request)
+        message = "this server wants its token: Authorization: Bearer …, or http://any:TOKEN@host"
+        body = {"kind": "unauthorized", "message": message}
+        return web.json_response(body, status=401, headers={"www-authenticate": "Bearer"})
+
+    return gate
+
+
+def _bearer(header: bytes) -> bytes:
+    """Return an Authorization header, Basic's password as the bearer token that it stands for."""
+    scheme, _, given = header.partition(b" ")
+    if scheme.lower() != b"basic":
+        return header
+    try:
+        return b"Bearer " + b64decode(given.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
+async def serve(
+    env: AsyncEnvironment, task_ids: Sequence[str], listener: socket.socket, token: str | None
+) -> None:
+    """Serve sessions on the environment service behind `env` until SIGTERM or SIGINT.
+
+    Sessions must bring the `token` if there is one. Prints one JSON line with the address when
+    ready.
     """
-    asyncio.run(_serve(url, task_ids, host, port))
-
-
-async def _serve(url: str, task_ids: Sequence[str], host: str, port: int) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
-    async with AsyncEnvironment(url) as env:
-        runner = web.AppRunner(make_app(env, task_ids), shutdown_timeout=1.0)
+    async with env:
+        runner = web.AppRunner(make_app(env, task_ids, token), shutdown_timeout=1.0)
         await runner.setup()
         try:
-            await web.TCPSite(runner, host, port).start()
+            await web.SockSite(runner, listener).start()
             print(json.dumps({"url": _address(runner), "pid": os.getpid()}), flush=True)
             await stopped.wait()
         finally:

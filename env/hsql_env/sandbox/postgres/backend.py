@@ -1,8 +1,9 @@
 """The PostgreSQL backend of a worker process.
 
-The server stops a statement at its time limit; where the worker is killed first, the server sees
-its client gone and cancels. What a result may take in this process is bounded by the operating
-system; what a statement may take on the server is the server's configuration.
+The server stops a statement a little before its time limit, at which the worker would be killed;
+where that happens all the same, the server sees its client gone and cancels. What a result may take
+in this process is bounded by the operating system; what a statement may take on the server is the
+server's configuration.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from hsql_env.sandbox.postgres.connection import Connection, Failed
+from hsql_env.sandbox.postgres.connection import Connection, Deadline, Failed
 from hsql_env.sandbox.postgres.guard import check_statement
 from hsql_env.sandbox.postgres.tables import read_tables
 from hsql_env.sandbox.types import Execution, Failure, GuardProfile, Limits, Table
@@ -33,30 +34,32 @@ class PostgresBackend:
     def execute(self, locator: str, sql: str, limits: Limits, guard: GuardProfile) -> Execution:
         """Execute one read-only statement; never raises."""
         start = time.perf_counter()
+        deadline = Deadline.after(limits.wall_s)
         refused = check_statement(sql, guard, limits.sql_chars)
         if refused is not None:
             return Execution(failure=refused)
         try:
-            connection = self._connection(locator, limits)
+            connection = self._connection(locator, deadline)
             with _memory_bound(limits.memory_mb):
-                done = connection.query(sql, limits)
+                done = connection.query(sql, limits, deadline)
         except Exception as error:
             done = Execution(failure=_failure(error, limits))
         return replace(done, elapsed_s=time.perf_counter() - start)
 
-    def tables(self, locator: str) -> tuple[Table, ...] | Failure:
+    def tables(self, locator: str, limits: Limits) -> tuple[Table, ...] | Failure:
         """Describe the tables and views on the search path; never raises."""
+        deadline = Deadline.after(limits.wall_s)
         try:
-            return read_tables(self._connection(locator, Limits()))
+            return read_tables(self._connection(locator, deadline), deadline)
         except Exception as error:
-            return _failure(error, Limits())
+            return _failure(error, limits)
 
-    def _connection(self, locator: str, limits: Limits) -> Connection:
+    def _connection(self, locator: str, deadline: Deadline) -> Connection:
         """Return a connection that answers; one that a restart of the server cut is replaced."""
         known = self._connections.pop(locator, None)
-        if known is not None and not known.answers(limits.wall_s):
+        if known is not None and not known.answers(deadline):
             known = None
-        connection = known or Connection(locator, limits.wall_s)
+        connection = known or Connection(locator, deadline)
         self._connections[locator] = connection
         if len(self._connections) > _OPEN_CONNECTIONS:
             self._connections.popitem(last=False)[1].close()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import select
+import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hsql_env.sandbox.postgres.cells import read_cell
 from hsql_env.sandbox.types import Execution, Failure, FailureKind, Limits, Row
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _MIB = 1024 * 1024
 _ANSWER_SECONDS = 10.0  # for a connection, and for each of our own commands
+_SPARE_SECONDS = 1.0  # before the caller is killed; a tenth of a shorter limit
 _CHECK_CLIENT_MS = 500  # how soon a server sees that a killed worker is gone
 _CHECK_CLIENT_SINCE = 140_000
 # Values look the same on every server; the search path is the database's or the role's own.
@@ -56,24 +58,45 @@ class Failed(Exception):
         self.failure = Failure(kind, message)
 
 
+class Deadline(NamedTuple):
+    """When a request must be over, so that its worker is not killed at the wall limit.
+
+    That kill costs the worker, and the statement is blamed for it. So the server gets a slightly
+    smaller limit, and a server that says nothing is given up a little later, as its own failure.
+    """
+
+    stop: float  # monotonic seconds: the server stops what it runs
+    end: float  # no answer by then is a failure of the server
+    patience_s: float  # for the answer to what takes a server no time
+
+    @classmethod
+    def after(cls, wall_s: float) -> Deadline:
+        """Return the deadline of a request that begins now."""
+        now = time.monotonic()
+        spare = min(_SPARE_SECONDS, wall_s / 10)
+        stop, end = now + wall_s - spare, now + wall_s - spare / 2
+        return cls(stop, end, min(_ANSWER_SECONDS, wall_s / 3))
+
+    def within(self, wall_s: float) -> Deadline:
+        """Return the deadline of one statement of the request that begins now."""
+        stop = min(self.stop, time.monotonic() + wall_s)
+        return self._replace(stop=stop, end=min(self.end, stop + self.patience_s))
+
+
 class Connection:
     """A connection to one database."""
 
-    def __init__(self, locator: str, wall_s: float) -> None:
-        """Connect. Raises `Failed`; its message names no host and no user.
-
-        A server that does not answer is given up well before `wall_s`, at which the caller is
-        killed and its statement would be blamed; likewise in the methods.
-        """
+    def __init__(self, locator: str, deadline: Deadline) -> None:
+        """Connect. Raises `Failed`; its message names no host and no user."""
         pq = _libpq()
         self._status = pq.ExecStatus
-        conninfo = _conninfo(locator, math.ceil(_patience(wall_s)))
+        conninfo = _conninfo(locator, math.ceil(deadline.patience_s))
         self._connection: PGconn = pq.PGconn.connect(conninfo.encode())
         self._open = True
         if self._connection.status != pq.ConnStatus.OK:
             self.close()
             raise Failed("infrastructure", "the database server cannot be reached")
-        if self.query(_ROLE_IS_TOO_STRONG, Limits()).rows != (("false",),):
+        if self.query(_ROLE_IS_TOO_STRONG, Limits(), deadline).rows != (("false",),):
             self.close()
             raise Failed(
                 "infrastructure",
@@ -81,11 +104,11 @@ class Connection:
                 "connect as a role that may only read",
             )
 
-    def answers(self, wall_s: float) -> bool:
+    def answers(self, deadline: Deadline) -> bool:
         """Return whether the server still answers; one that restarted does not."""
         try:
             if self._open:
-                self._command("SELECT", wall_s)
+                self._command("SELECT", deadline)
         except Failed:
             self.close()
         return self._open
@@ -95,38 +118,42 @@ class Connection:
         self._open = False
         self._connection.finish()
 
-    def query(self, sql: str, limits: Limits) -> Execution:
+    def query(self, sql: str, limits: Limits, deadline: Deadline) -> Execution:
         """Execute one statement in a read-only transaction that leaves nothing behind.
 
         Raises `Failed`.
         """
-        self._command(self._begin(limits), limits.wall_s)
+        own = deadline.within(limits.wall_s)
+        self._command(self._begin(own), deadline)
         try:
-            return self._fetch(sql, limits)
+            return self._fetch(sql, limits, own)
         finally:
-            self._clean(limits.wall_s)
+            self._clean(deadline)
 
-    def _begin(self, limits: Limits) -> str:
+    def _begin(self, deadline: Deadline) -> str:
+        left_ms = int(1000 * (deadline.stop - time.monotonic()))
+        if left_ms < 1:  # a statement that has not begun is not to blame
+            raise Failed("infrastructure", "the database server answers too slowly")
         commands = ["BEGIN TRANSACTION READ ONLY"]
-        commands += [f"SET LOCAL statement_timeout = {max(1, int(limits.wall_s * 1000))}"]
+        commands += [f"SET LOCAL statement_timeout = {left_ms}"]
         if self._connection.server_version >= _CHECK_CLIENT_SINCE:
             commands += [f"SET LOCAL client_connection_check_interval = {_CHECK_CLIENT_MS}"]
         return "; ".join(commands)
 
-    def _clean(self, wall_s: float) -> None:
+    def _clean(self, deadline: Deadline) -> None:
         """End the transaction and forget what it left in the session; if in doubt, hang up."""
         try:
-            self._command("ROLLBACK", wall_s)
-            self._command("DISCARD ALL", wall_s)
+            self._command("ROLLBACK", deadline)
+            self._command("DISCARD ALL", deadline)
         except Failed:  # also a cancel request that came too late for its own statement
             self.close()
 
-    def _command(self, sql: str, wall_s: float) -> None:
+    def _command(self, sql: str, deadline: Deadline) -> None:
         self._send(self._connection.send_query, sql.encode())
-        for result in self._results(_patience(wall_s)):
+        for result in self._results(min(deadline.end, time.monotonic() + deadline.patience_s)):
             self._check(result)
 
-    def _fetch(self, sql: str, limits: Limits) -> Execution:
+    def _fetch(self, sql: str, limits: Limits, deadline: Deadline) -> Execution:
         """Return the first rows and the number of all rows, counted up to the bound."""
         self._send(self._connection.send_query_params, sql.encode(), None)
         self._connection.set_single_row_mode()
@@ -137,7 +164,7 @@ class Connection:
         total = 0
         cancelled = False
         failed: Failed | None = None
-        for result in self._results():
+        for result in self._results(deadline.end):
             if cancelled or failed:
                 continue  # what was on its way
             try:
@@ -177,10 +204,10 @@ class Connection:
         except Error as error:
             raise _lost(str(error)) from error
 
-    def _results(self, seconds: float | None = None) -> Iterator[PGresult]:
+    def _results(self, end: float) -> Iterator[PGresult]:
         """Yield results as they arrive, waiting outside of libpq, where other threads can run.
 
-        With `seconds`, a server that says nothing for so long is given up.
+        A server that has not said all by `end`, in monotonic seconds, is given up.
         """
         from psycopg import Error
 
@@ -189,7 +216,7 @@ class Connection:
             poller.register(self._connection.socket, select.POLLIN)
             while True:
                 while self._connection.is_busy():
-                    if not poller.poll(None if seconds is None else 1000 * seconds):
+                    if not poller.poll(1000 * max(0.0, end - time.monotonic())):
                         self.close()
                         raise Failed("infrastructure", "the database server does not answer")
                     self._connection.consume_input()
@@ -206,11 +233,6 @@ class Connection:
         if result.status in (*fine, self._status.EMPTY_QUERY):
             return
         raise _failed(result)
-
-
-def _patience(wall_s: float) -> float:
-    """Return the seconds to wait for a server's answer to what takes it no time."""
-    return min(_ANSWER_SECONDS, wall_s / 3)
 
 
 def _libpq() -> Any:

@@ -41,7 +41,8 @@ _DENIED_FUNCTIONS = re.compile(
     r"pg_(terminate|cancel)_backend|set_config|current_setting|pg_notify|pg_reload_conf"
     r"|pg_rotate_logfile\w*|pg_switch_wal|pg_create_restore_point|pg_logical_\w+|pg_export_snapshot"
     r"|pg_(try_)?advisory_\w+|pg_read_\w+|pg_ls_\w+|pg_file_\w+|pg_logdir_ls|pg_current_logfile"
-    r"|pg_tablespace_location|pg_show_\w+|pg_hba_file_rules|pg_stat_\w+|pg_stats?_get_\w+"
+    # These tell where the server keeps its files.
+    r"|pg_tablespace_location|pg_relation_filepath|pg_get_loaded_modules|pg_show_\w+|pg_hba_file_rules|pg_stat_\w+|pg_stats?_get_\w+"
     r"|pg_(wal|backup|start|stop|promote|replication|create|drop|copy)\w*"
     r"|inet_(server|client)_(addr|port)|dblink\w*|postgres_fdw_\w+"
     r"|lo_(export|import|creat|create|unlink|open|close|put|get|from_bytea|truncate|truncate64"
@@ -52,10 +53,10 @@ _DENIED_FUNCTIONS = re.compile(
 )
 _DENIED_RELATIONS = re.compile(
     r"pg_stat_\w+|pg_statio_\w+|pg_settings|pg_file_settings|pg_hba_file_rules|pg_ident_file\w*"
-    r"|pg_prepared_\w+|pg_cursors|pg_locks|pg_foreign_server|pg_user_mappings?|pg_subscription\w*"
-    r"|pg_replication_\w+|pg_shadow|pg_authid|pg_config|pg_backend_memory_contexts"
-    r"|pg_shmem_allocations|foreign_server\w*|user_mapping_options|_pg_foreign_\w+"
-    r"|_pg_user_mappings"
+    r"|pg_prepared_\w+|pg_cursors|pg_locks|pg_foreign_(server|table|data_wrapper)"
+    r"|pg_user_mappings?|pg_subscription\w*|pg_replication_\w+|pg_shadow|pg_authid|pg_config"
+    r"|pg_backend_memory_contexts|pg_shmem_allocations|user_mapping_options|_pg_user_mappings"
+    r"|foreign_(server|table_options|data_wrapper)\w*|_pg_foreign_\w+"
 )
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from hsql_env.sandbox.introspect import quote_identifier
-from hsql_env.sandbox.postgres.connection import Connection, Failed
+from hsql_env.sandbox.postgres.connection import Connection, Deadline, Failed
 from hsql_env.sandbox.types import Execution, Limits, Table, Value
 
 _LIMITS = Limits(wall_s=30.0, rows=100_000)
@@ -40,27 +40,33 @@ _CONSTRAINTS = """
 """
 
 
-def read_tables(connection: Connection) -> tuple[Table, ...]:
+def read_tables(connection: Connection, deadline: Deadline) -> tuple[Table, ...]:
     """Return every table and view in the order of creation. Raises `Failed`."""
-    relations: list[Any] = list(connection.query(_RELATIONS, _LIMITS).rows)
+    relations: list[Any] = list(connection.query(_RELATIONS, _LIMITS, deadline).rows)
     if not relations:
         return ()
     ids = ", ".join(str(relation[0]) for relation in relations)
     lines: defaultdict[int, list[str]] = defaultdict(list)
-    described: list[Any] = list(connection.query(_COLUMNS.format(ids=ids), _LIMITS).rows)
+    columns = connection.query(_COLUMNS.format(ids=ids), _LIMITS, deadline)
+    described: list[Any] = list(columns.rows)
     for oid, name, kind, not_null in described:
         lines[oid].append(f"{_shown(name)} {kind}" + (" NOT NULL" if not_null == "true" else ""))
-    constrained: list[Any] = list(connection.query(_CONSTRAINTS.format(ids=ids), _LIMITS).rows)
+    constraints = connection.query(_CONSTRAINTS.format(ids=ids), _LIMITS, deadline)
+    constrained: list[Any] = list(constraints.rows)
     for oid, definition in constrained:
         lines[oid].append(definition)
-    return tuple(_read(connection, relation, lines[relation[0]]) for relation in relations)
+    return tuple(
+        _read(connection, relation, lines[relation[0]], deadline) for relation in relations
+    )
 
 
-def _read(connection: Connection, relation: Sequence[Any], lines: Sequence[str]) -> Table:
+def _read(
+    connection: Connection, relation: Sequence[Any], lines: Sequence[str], deadline: Deadline
+) -> Table:
     _, name, kind, definition = relation
     source = quote_identifier(name)
-    count = _try(connection, f"SELECT count(*) FROM {source}")
-    sample = _try(connection, f"SELECT * FROM {source} LIMIT {_TABLE_LIMITS.rows}")
+    count = _try(connection, f"SELECT count(*) FROM {source}", deadline)
+    sample = _try(connection, f"SELECT * FROM {source} LIMIT {_TABLE_LIMITS.rows}", deadline)
     rows: list[Any] = list(count.rows)
     return Table(
         name=name,
@@ -86,10 +92,10 @@ def _shown(name: str) -> str:
     return name if is_plain else quote_identifier(name)
 
 
-def _try(connection: Connection, sql: str) -> Execution:
+def _try(connection: Connection, sql: str, deadline: Deadline) -> Execution:
     """Return the outcome; an empty one for a table that is broken or takes too long."""
     try:
-        return connection.query(sql, _TABLE_LIMITS)
+        return connection.query(sql, _TABLE_LIMITS, deadline)
     except Failed as error:
         if error.failure.kind == "infrastructure":
             raise
