@@ -24,7 +24,6 @@ from hsql_env.compare import fingerprint
 from hsql_env.harness import Episode, EpisodeConfig
 from hsql_env.harness.ties import with_rank
 from hsql_env.harness.verify import OracleError, Verifier
-from hsql_env.records import Database
 from hsql_env.registry import DatabaseError, open_database
 from hsql_env.sandbox import Execution, Failure, FailureKind, GuardProfile, Limits, SandboxPool
 
