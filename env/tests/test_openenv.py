@@ -235,15 +235,24 @@ def test_bad_messages_leave_the_session_alive(url: str, message: str, code: str,
         {"tool": "sql_exec", "arguments": {"query": "\ud800"}},
         {"tool": "sql_exec", "arguments": {"\ud800": 1}},
         {"tool": "\ud800"},
-        {"content": "\ud800"},
     ],
 )
-def test_half_a_character_is_refused_and_the_episode_goes_on(
-    url: str, data: dict[str, Any]
-) -> None:
+def test_half_a_character_in_a_call_is_an_invalid_call(url: str, data: dict[str, Any]) -> None:
     async def talk(ask: Ask) -> None:
         await ask("reset", {"task_id": "t0"})
-        reply = await ask("step", data)
+        (reply,) = (await ask("step", data))["data"]["observation"]["messages"]
+        expected = "Error: the tool call holds characters that are not valid text"
+        assert reply["content"].startswith(expected)
+        step = await ask("step", {"tool": "sql_exec", "arguments": {"query": COUNT}})
+        assert step["data"]["observation"]["messages"][0]["content"] == "count(*)\n3\n(1 row)"
+
+    converse(url, talk)
+
+
+def test_half_a_character_of_text_is_refused_and_the_episode_goes_on(url: str) -> None:
+    async def talk(ask: Ask) -> None:
+        await ask("reset", {"task_id": "t0"})
+        reply = await ask("step", {"content": "\ud800"})
         assert (reply["type"], reply["data"]["code"]) == ("error", "VALIDATION_ERROR")
         step = await ask("step", {"tool": "sql_exec", "arguments": {"query": COUNT}})
         assert step["data"]["observation"]["messages"][0]["content"] == "count(*)\n3\n(1 row)"
