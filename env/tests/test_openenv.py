@@ -244,7 +244,7 @@ def test_half_a_character_in_a_call_is_an_invalid_call(url: str, data: dict[str,
         expected = "Error: the tool call holds characters that are not valid text"
         assert reply["content"].startswith(expected)
         step = await ask("step", {"tool": "sql_exec", "arguments": {"query": COUNT}})
-        assert step["data"]["observation"]["messages"][0]["content"] == "count(*)\n3\n(1 row)"
+        assert step["data"]["observation"]["messages"][0]["content"].startswith("count(*)\n3\n")
 
     converse(url, talk)
 
