@@ -150,6 +150,31 @@ def test_worker_that_keeps_dying_is_infrastructure(city_path: str) -> None:
         assert pool.execute(city_path, "SELECT 1").rows == ((1,),)
 
 
+def test_who_waits_longest_is_next(city_path: str) -> None:
+    """A thread that asks again at once does not pass those that wait."""
+    order: list[int] = []
+    with SandboxPool(workers=1) as pool:
+        slow = "SELECT instr(hex(zeroblob(50000000)), hex(zeroblob(20000000)) || '1')"
+
+        def ask(number: int) -> None:
+            pool.execute(city_path, "SELECT 1")
+            order.append(number)
+            if number == 0:
+                pool.execute(city_path, "SELECT 2")
+                order.append(99)
+
+        first = threading.Thread(target=pool.execute, args=(city_path, slow, Limits(wall_s=1.5)))
+        first.start()
+        time.sleep(0.3)  # it holds the only worker now
+        waiting = [threading.Thread(target=ask, args=(number,)) for number in range(5)]
+        for thread in waiting:
+            thread.start()
+            time.sleep(0.1)
+        for thread in (first, *waiting):
+            thread.join(20)
+    assert order == [0, 1, 2, 3, 4, 99]
+
+
 def test_a_worker_killed_while_idle_costs_no_listing(city_path: str) -> None:
     with SandboxPool(workers=1) as pool:
         pool.execute(city_path, "SELECT 1")

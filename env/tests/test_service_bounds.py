@@ -236,7 +236,7 @@ def test_live_episodes_are_bounded(files: Files, tmp_path: Path) -> None:
 
 
 def test_waiting_steps_are_bounded_and_the_client_comes_back(files: Files, tmp_path: Path) -> None:
-    options = "--workers", "1", "--max-waiting", "0", "--tool-seconds", "0.3"
+    options = "--workers", "1", "--max-waiting", "7", "--tool-seconds", "0.3"
 
     async def run(served: Served) -> list[str]:
         async with AsyncEnvironment(served.url) as env:

@@ -10,7 +10,7 @@ import select
 import signal
 import sys
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerProcess
@@ -133,6 +133,43 @@ def _without_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
+class _Idle:
+    """The free workers, each to whoever has waited longest.
+
+    In a queue of the standard library a thread that comes by may pass those that wait, for as long
+    as the pool is busy.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of the two below, of which one is always empty
+        self._free: deque[_Worker | None] = deque()  # None stands for a worker to be started
+        self._waiting: deque[queue.SimpleQueue[_Worker | None]] = deque()
+
+    def put(self, worker: _Worker | None) -> None:
+        """Give a worker back, or a place for one."""
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().put(worker)
+            else:
+                self._free.append(worker)
+
+    def get(self, seconds: float) -> _Worker | None:
+        """Return a free worker or place; raises `queue.Empty` after `seconds`."""
+        with self._lock:
+            if self._free:
+                return self._free.popleft()
+            own: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+            self._waiting.append(own)
+        try:
+            return own.get(timeout=seconds)
+        except queue.Empty:
+            with self._lock:
+                if own in self._waiting:
+                    self._waiting.remove(own)
+                    raise
+            return own.get()  # it came at the last moment
+
+
 class SandboxPool:
     """Executes statements in worker processes; blocking, safe to share between threads.
 
@@ -152,8 +189,7 @@ class SandboxPool:
         self._lock = threading.Lock()
         self._tables: OrderedDict[tuple[str, FileIdentity], tuple[Table, ...]] = OrderedDict()
         self._all: set[_Worker] = set()
-        # One entry a worker that is free; None stands for one to be started.
-        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        self._idle = _Idle()
         try:
             for _ in range(workers):
                 self._idle.put(self._start())
@@ -308,7 +344,7 @@ class SandboxPool:
 
     def _take(self) -> _Worker:
         try:
-            worker = self._idle.get(timeout=self._queue_s)
+            worker = self._idle.get(self._queue_s)
         except queue.Empty:
             raise SandboxError(f"no worker was free for {self._queue_s:g} s") from None
         try:

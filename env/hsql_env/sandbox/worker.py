@@ -36,6 +36,7 @@ from hsql_env.sandbox.types import Execution, Failure, GuardProfile, Limits, Row
 
 _OPEN_DATABASES = 128  # connections kept open a worker
 _MIB = 1024 * 1024
+_SIZED = (str, bytes)
 
 
 class ExecuteRequest(NamedTuple):
@@ -197,7 +198,10 @@ def _fetch(cursor: Iterator[Any], limits: Limits) -> tuple[list[Row], int, bool]
     rows: list[Row] = []
     room = limits.result_mb * _MIB
     for row in itertools.islice(cursor, limits.rows):
-        room -= sum(len(cell) for cell in row if isinstance(cell, str | bytes)) + 8 * len(row)
+        room -= 8 * len(row)
+        for cell in row:  # the loop of every query: a generator would cost more than SQLite does
+            if isinstance(cell, _SIZED):
+                room -= len(cell)
         if room < 0:
             raise Refused("too_large", f"the result is larger than {limits.result_mb} MiB")
         rows.append(row)

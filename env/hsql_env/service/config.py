@@ -61,8 +61,8 @@ class ServiceConfig:
 
     @property
     def threads(self) -> int:
-        """How many requests run at a time."""
-        return max(8, 4 * self.workers)
+        """How many requests run at a time: more would only wait for a worker, and less fairly."""
+        return self.workers
 
 
 def is_token(expected: str, header: bytes) -> bool:

@@ -67,7 +67,7 @@ class EpisodeStore:
         self._verifier = Verifier(pool, config.verify_limits)
         self._lock = threading.Lock()  # of the three below, and of requests and times in them
         self._live: dict[str, _Live] = {}
-        self._finished: OrderedDict[str, Finished] = OrderedDict()
+        self._finished: OrderedDict[str, str] = OrderedDict()  # replies, as JSON: it is smaller
         self._expired: OrderedDict[str, None] = OrderedDict()
         metrics.gauge("hsql_episodes_live", "Episodes in progress", lambda: len(self._live))
         for task in self._tasks.values():
@@ -150,7 +150,7 @@ class EpisodeStore:
                 known = self._finished.get(episode_id)
             if known is None:
                 raise
-            return known
+            return Finished.model_validate_json(known)
 
     def _judge(self, episode_id: str) -> Finished:
         with self._hold(episode_id) as live:
@@ -160,7 +160,7 @@ class EpisodeStore:
                 self._note_spoiled(episode_id, live.episode)
             with self._lock:
                 self._live.pop(episode_id, None)
-                _remember(self._finished, episode_id, reply)
+                _remember(self._finished, episode_id, reply.model_dump_json())
         self._metrics.finished.inc()
         return reply
 
