@@ -145,7 +145,7 @@ def write_jsonl(path: str | os.PathLike[str], records: Iterable[Record]) -> int:
 
 def read_jsonl(path: str | os.PathLike[str], kind: type[R]) -> Iterator[R]:
     """Yield the records of a JSON Lines file; `RecordError` names the first bad line and field."""
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 yield kind.model_validate_json(line)

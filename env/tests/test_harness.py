@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from conftest import call, make_task
+from conftest import build_database, call, make_task
 
 from hsql_env.harness import (
     TOOL_NAMES,
@@ -446,3 +448,22 @@ def test_timeout_is_observed(play: Play) -> None:
     assert episode.messages[-1].content == "Error: the query took longer than 0.2 s"
     assert (episode.calls[0].outcome, episode.calls[0].failure) == ("failed", "timeout")
     assert episode.verdict().activations == {"time_limit": 1}
+
+
+def test_a_database_that_changes_is_judged_as_it_is(pool: SandboxPool, tmp_path: Path) -> None:
+    """The oracle's result is that of the file of this moment, like the answer's."""
+    path = build_database(tmp_path / "now.sqlite", "CREATE TABLE t (x); INSERT INTO t VALUES (1)")
+    database = Database(database_id="now", path=str(path), sha256="0" * 64)
+    verifier = Verifier(pool)
+
+    def play(answer: str) -> bool:
+        task = make_task("SELECT sum(x) FROM t")
+        episode = Episode(task, database, pool, verifier=verifier)
+        episode.step(call("sql_submit", query=answer))
+        return episode.verdict().result_ok
+
+    assert [play("SELECT 1"), play("SELECT 3")] == [True, False]
+    with sqlite3.connect(path) as connection:
+        connection.execute("INSERT INTO t VALUES (2)")
+    connection.close()
+    assert [play("SELECT 1"), play("SELECT 3")] == [False, True]

@@ -154,7 +154,6 @@ def test_who_waits_longest_is_next(city_path: str) -> None:
     """A thread that asks again at once does not pass those that wait."""
     order: list[int] = []
     with SandboxPool(workers=1) as pool:
-        slow = "SELECT instr(hex(zeroblob(50000000)), hex(zeroblob(20000000)) || '1')"
 
         def ask(number: int) -> None:
             pool.execute(city_path, "SELECT 1")
@@ -163,7 +162,7 @@ def test_who_waits_longest_is_next(city_path: str) -> None:
                 pool.execute(city_path, "SELECT 2")
                 order.append(99)
 
-        first = threading.Thread(target=pool.execute, args=(city_path, slow, Limits(wall_s=1.5)))
+        first = threading.Thread(target=pool.execute, args=(city_path, HANGING, Limits(wall_s=1.5)))
         first.start()
         time.sleep(0.3)  # it holds the only worker now
         waiting = [threading.Thread(target=ask, args=(number,)) for number in range(5)]
@@ -182,6 +181,24 @@ def test_a_worker_killed_while_idle_costs_no_listing(city_path: str) -> None:
         tables = pool.tables(city_path)
         assert not isinstance(tables, Failure)
         assert len(tables) == 6
+
+
+def test_workers_killed_while_idle_cost_no_query(city_path: str) -> None:
+    with SandboxPool(workers=2) as pool:
+        pids = list(pool.worker_pids())
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert wait_until_dead(pids)
+        assert pool.execute(city_path, "SELECT 1").rows == ((1,),)
+
+
+def test_a_query_past_its_limit_says_how_long_it_took(city_path: str) -> None:
+    with SandboxPool(workers=1) as pool:
+        execution = pool.execute(city_path, HANGING, Limits(wall_s=0.2))
+    assert (execution.failure, execution.elapsed_s) == (
+        Failure("timeout", "the query took longer than 0.2 s"),
+        0.2,
+    )
 
 
 def test_worker_pids_are_those_that_run(city_path: str) -> None:

@@ -398,6 +398,12 @@ def test_bad_task_file_stops_the_service(files: tuple[Path, Path], tmp_path: Pat
         ServiceProcess(broken, files[1]).start()
     with pytest.raises(ServiceProcessError, match="No such file"):
         ServiceProcess(tmp_path / "gone.jsonl", files[1]).start()
+    write_jsonl(broken, [make_task(ORACLE), make_task(COUNT)])
+    with pytest.raises(ServiceProcessError, match="task t1 is in the tasks file twice"):
+        ServiceProcess(broken, files[1]).start()
+    broken.write_bytes(b'{"public": "\xff"}\n')
+    with pytest.raises(ServiceProcessError, match=r"tasks\.jsonl:1: record: Invalid JSON: invalid"):
+        ServiceProcess(broken, files[1]).start()
 
 
 def test_exec_prints_json(city_path: str) -> None:

@@ -10,6 +10,8 @@ from hsql_env.compare import compare
 from hsql_env.harness.ties import find_ties
 from hsql_env.records import HiddenTask
 from hsql_env.sandbox import Execution, GuardProfile, Limits, SandboxPool
+from hsql_env.sandbox.backend import identity
+from hsql_env.sandbox.open import FileIdentity
 
 _KNOWN_ORACLES = 4096
 VERIFY_LIMITS = Limits(wall_s=30.0, rows=100_000)
@@ -26,14 +28,21 @@ class Oracle(NamedTuple):
     ties: tuple[int, ...]
 
 
+_Key = tuple[str, FileIdentity, str, str, bool]
+
+
 class Verifier:
-    """Executes submitted and oracle SQL in the sandbox; keeps the oracles' results by task."""
+    """Executes submitted and oracle SQL in the sandbox.
+
+    Keeps the oracles' results by task and by the database file as it is: both queries of a verdict
+    are of one state of it.
+    """
 
     def __init__(self, pool: SandboxPool, limits: Limits = VERIFY_LIMITS) -> None:
         self._pool = pool
         self._limits = limits
         self._lock = threading.Lock()
-        self._oracles: OrderedDict[tuple[str, str, str, bool], Oracle] = OrderedDict()
+        self._oracles: OrderedDict[_Key, Oracle] = OrderedDict()
 
     def check(self, path: str, task: HiddenTask, sql: str, guard: GuardProfile = "default") -> bool:
         """Execute `sql` under the verifier's limits and return whether its result is right.
@@ -55,7 +64,7 @@ class Verifier:
         )
 
     def _oracle(self, path: str, task: HiddenTask) -> Oracle:
-        key = (path, task.task_id, task.oracle_sql, task.ordered)
+        key = (path, _state(path), task.task_id, task.oracle_sql, task.ordered)
         with self._lock:
             known = self._oracles.get(key)
         if known is not None:
@@ -86,3 +95,10 @@ class Verifier:
             kind = ranked.failure.kind
             raise OracleError(f"the ties of task {task.task_id} could not be found: {kind}")
         return ranked
+
+
+def _state(path: str) -> FileIdentity:
+    try:
+        return identity(path)
+    except OSError as error:  # its text would show the path
+        raise OracleError(f"the database file: {error.strerror or 'unreadable'}") from error

@@ -75,14 +75,12 @@ class _Worker:
         self._descriptor = os.pidfd_open(self.pid)  # a number alone may become another process's
         self._poller = select.poll()  # `Connection.poll` builds a selector a call
         self._poller.register(self._pipe.fileno(), select.POLLIN)
-        self._exit_poller = select.poll()
-        self._exit_poller.register(self._descriptor, select.POLLIN)
         self._ready = False
 
     @property
     def alive(self) -> bool:
         """Whether the process runs."""
-        return not self._exit_poller.poll(0)
+        return not self._ended(0)
 
     def send(self, request: ExecuteRequest | TablesRequest) -> None:
         """Hand the worker a request. Raises `_WorkerDied`, or `SandboxError` if it never starts."""
@@ -108,8 +106,14 @@ class _Worker:
         """
         with suppress(ProcessLookupError):  # it ended by itself
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-        self._exit_poller.poll(_START_SECONDS * 1000)
+        self._ended(_START_SECONDS)
         os.close(self._descriptor)
+
+    def _ended(self, seconds: float) -> bool:
+        """Wait for the process's end; a poller of each call's own, as threads may not share one."""
+        poller = select.poll()
+        poller.register(self._descriptor, select.POLLIN)
+        return bool(poller.poll(seconds * 1000))
 
     def _wait_ready(self) -> None:
         if self._ready:
@@ -237,7 +241,9 @@ class SandboxPool:
             except SandboxError as error:
                 return done + [_failed("infrastructure", str(error))] * (len(sqls) - len(done))
             except TimeoutError:
-                done.append(_failed("timeout", f"the query took longer than {limits.wall_s:g} s"))
+                message = f"the query took longer than {limits.wall_s:g} s"
+                late = Failure("timeout", message)
+                done.append(Execution(failure=late, elapsed_s=limits.wall_s))
             except _WorkerDied:
                 died = died + 1 if len(done) == before else 1
                 if died >= _ATTEMPTS:
@@ -337,9 +343,7 @@ class SandboxPool:
             healthy = True
         finally:
             if not healthy:
-                self._end(worker)
-                if self._observer is not None and not self._closed:
-                    self._observer.replaced()
+                self._replace(worker)
             self._idle.put(worker if healthy else None)
 
     def _take(self) -> _Worker:
@@ -350,6 +354,9 @@ class SandboxPool:
         try:
             if self._closed:
                 raise SandboxError("the sandbox is closed")
+            if worker is not None and not worker.alive:  # while it was idle: no query's attempt
+                self._replace(worker)
+                worker = None
             return worker or self._start()
         except BaseException:
             self._idle.put(None)  # the place stays, and the next waiter is woken
@@ -364,6 +371,11 @@ class SandboxPool:
             self._end(worker)
             raise SandboxError("the sandbox is closed")
         return worker
+
+    def _replace(self, worker: _Worker) -> None:
+        self._end(worker)
+        if self._observer is not None and not self._closed:
+            self._observer.replaced()
 
     def _end(self, worker: _Worker) -> None:
         with self._lock:

@@ -55,8 +55,11 @@ class EpisodeStore:
         idle_s: float = 1800.0,
         max_episodes: int = 4096,
     ) -> None:
-        """Raises `ValueError` for a task whose database is not among `databases`."""
-        self._tasks = {task.public.task_id: task for task in tasks}
+        """Raises `ValueError` for a task given twice, or whose database is not given."""
+        self._tasks: dict[str, Task] = {}
+        for task in tasks:
+            if self._tasks.setdefault(task.public.task_id, task) is not task:
+                raise ValueError(f"task {task.public.task_id} is in the tasks file twice")
         self._databases = databases
         self._pool = pool
         self._config = config
