@@ -179,9 +179,9 @@ def make_data(run: Run, given: list[Database] | None) -> list[Task]:
     }
     write_whole(run.path("data", "facts.json"), json.dumps(facts, indent=2) + "\n")
     run.log.print(
-        f"tasks: {len(by_database)} of {len(databases)} databases give tasks, {len(splits.train)} "
-        f"to train on, {len(splits.seen)} seen and {len(splits.unseen)} unseen held out; the "
-        f"others give none: {problems or 'no others'}"
+        f"tasks: {len(by_database)} of {len(databases)} databases give tasks; {len(splits.train)} "
+        f"to train on, {len(splits.seen)} seen and {len(splits.unseen)} unseen"
+        + (f"; the other databases: {problems}" if problems else "")
     )
     chosen = [*splits.train, *splits.seen, *splits.unseen]
     write_jsonl(register, databases)
