@@ -239,6 +239,15 @@ def fork_server() -> int:
     return pid
 
 
+def both_places_work(pool: SandboxPool, path: str) -> list[int]:
+    """Check that a pool of two executes in both places; return its workers' process ids."""
+    for number in (1, 2):
+        assert pool.execute(path, f"SELECT {number}").rows == ((number,),)
+    pids = list(pool.worker_pids())
+    assert len(pids) == 2
+    return pids
+
+
 def test_a_fork_server_killed_while_the_pool_is_idle(city_path: str) -> None:
     """A start after its death must not make a live worker count as ended."""
     with SandboxPool(workers=2) as pool:
@@ -253,10 +262,7 @@ def test_a_fork_server_killed_while_the_pool_is_idle(city_path: str) -> None:
             assert pool.execute(city_path, HANGING, Limits(wall_s=0.3)).failure == timeout
         assert wait_until_dead(workers, 5)
         assert not any(worker in pool._all for worker in held)
-        for number in (1, 2):
-            assert pool.execute(city_path, f"SELECT {number}").rows == ((number,),)
-        last = list(pool.worker_pids())
-        assert len(last) == 2
+        last = both_places_work(pool, city_path)
     assert wait_until_dead(last, 5)
 
 
@@ -277,10 +283,7 @@ def test_a_fork_server_killed_while_a_query_runs(city_path: str) -> None:
         assert done[0].failure == Failure("timeout", "the query took longer than 2 s")
         assert wait_until_dead(workers, 5)
         assert not any(worker in pool._all for worker in held)
-        for number in (1, 2):
-            assert pool.execute(city_path, f"SELECT {number}").rows == ((number,),)
-        last = list(pool.worker_pids())
-        assert len(last) == 2
+        last = both_places_work(pool, city_path)
     assert wait_until_dead(last, 5)
 
 

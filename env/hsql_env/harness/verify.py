@@ -34,8 +34,8 @@ _Key = tuple[str, FileIdentity, str, str, bool]
 class Verifier:
     """Executes submitted and oracle SQL in the sandbox.
 
-    Keeps the oracles' results by task and by the database file as it is: both queries of a verdict
-    are of one state of it.
+    Keeps the oracles' results by task and by the state of the database file (a file that changes in
+    the middle of a verdict is not noticed).
     """
 
     def __init__(self, pool: SandboxPool, limits: Limits = VERIFY_LIMITS) -> None:
