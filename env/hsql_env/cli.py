@@ -62,6 +62,8 @@ class Serve:
     """A request's head must come in so long, and then its body."""
     drain_seconds: float = 20.0
     """What runs at SIGTERM may take so long to end."""
+    transcript: Path | None = None
+    """JSON Lines file to append every message and verdict to, before anything acts on it."""
     log_level: Literal["info", "warning", "off"] = "info"
     """Least level of the JSON lines on standard error."""
     stop_with_stdin: bool = False
@@ -136,6 +138,7 @@ def _service_config(command: Serve) -> ServiceConfig:
         max_body_bytes=command.max_body_bytes,
         request_s=command.request_seconds,
         drain_s=command.drain_seconds,
+        transcript=command.transcript,
         log_level=command.log_level,
         stop_with_stdin=command.stop_with_stdin,
         episode=EpisodeConfig(

@@ -76,10 +76,13 @@ class Task(Record):
     hidden: HiddenTask
 
 
+Role = Literal["system", "user", "assistant", "tool"]
+
+
 class Message(Record):
     """One chat message. An assistant's content is the policy's raw text, tool calls included."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Role
     content: str
 
 

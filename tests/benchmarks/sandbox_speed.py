@@ -1,6 +1,8 @@
 """What the sandbox's isolation costs: one query in process, through the pool, and a process each.
 
-The three are measured in turns, in one run, so that their ratios stand on a busy machine too.
+A bare worker, which runs what comes through a pipe with no guard and no limits, shows how much of
+the pool's cost is the round trip between two processes on this machine. All are measured in turns,
+in one run, so that their ratios stand on a busy machine too.
 Prints a table and JSON; not a test. Needs the shared data (HSQL_SHARED or ../shared).
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
+import multiprocessing
 import os
 import signal
 import sqlite3
@@ -18,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import apsw
@@ -56,10 +60,26 @@ def interleave(
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
+def serve_bare(pipe: Connection, database: str) -> None:
+    """Run every statement that comes through the pipe."""
+    connection = apsw.Connection(database, flags=apsw.SQLITE_OPEN_READONLY)
+    while True:
+        pipe.send(connection.execute(pipe.recv()).fetchall())
+
+
+def ask_bare(pipe: Connection) -> object:
+    """Have the bare worker run the query."""
+    pipe.send(QUERY)
+    return pipe.recv()
+
+
 def measure_queries(database: Path, rounds: int) -> dict[str, float]:
     """Return the median seconds of the query, by how it is run."""
     bare = apsw.Connection(str(database), flags=apsw.SQLITE_OPEN_READONLY)
     command = [sys.executable, "-c", ONE_PROCESS, str(database), QUERY]
+    ours, theirs = multiprocessing.Pipe()
+    worker = multiprocessing.Process(target=serve_bare, args=(theirs, str(database)), daemon=True)
+    worker.start()
     with SandboxPool(workers=1) as pool:
         execution = pool.execute(str(database), QUERY, LIMITS)
         assert execution.rows == tuple(bare.execute(QUERY).fetchall())
@@ -67,12 +87,14 @@ def measure_queries(database: Path, rounds: int) -> dict[str, float]:
         medians = interleave(
             {
                 "in process": (20, lambda: bare.execute(QUERY).fetchall()),
+                "bare worker": (20, lambda: ask_bare(ours)),
                 "pool": (20, lambda: pool.execute(str(database), QUERY, LIMITS)),
                 "pool, 20 a call": (1, lambda: pool.execute_many(str(database), batch, LIMITS)),
                 "process a query": (1, lambda: subprocess.run(command, stdout=subprocess.DEVNULL)),
             },
             rounds,
         )
+    worker.kill()
     medians["pool, 20 a call"] /= len(batch)
     return medians
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hsql_env.harness.actions import Actions, InfrastructureError, Outcome
@@ -12,7 +12,7 @@ from hsql_env.harness.compact import compact
 from hsql_env.harness.parse import ParsedCall, parse_turn
 from hsql_env.harness.tools import SYSTEM_PROMPT, check_call, prompt_for
 from hsql_env.harness.verify import VERIFY_LIMITS, OracleError, Verifier
-from hsql_env.records import Call, Database, Message, Task, Verdict
+from hsql_env.records import Call, Database, Message, Role, Task, Verdict
 from hsql_env.sandbox import FailureKind, GuardProfile, Limits, SandboxPool
 
 # Any of these makes the protocol factor of equation (2) zero; the rest only break strictness.
@@ -76,8 +76,12 @@ class Episode:
         config: EpisodeConfig | None = None,
         verifier: Verifier | None = None,
         context_chars: int | None = None,
+        said: Callable[[Message], None] = lambda message: None,
     ) -> None:
         """A `verifier` shared between episodes runs each oracle once.
+
+        `said` is told of every message: of the policy's before its calls are run, of the others
+        before they are returned.
 
         With `context_chars`, older observations are compacted when the conversation's contents are
         longer, and the episode is truncated where that is not enough.
@@ -92,6 +96,7 @@ class Episode:
         self.final_sql = ""
         self._path = database.path
         self._context_chars = context_chars
+        self._said = said
         self._context: list[Message] = []  # as a policy that compacts sees them
         self._actions = Actions(pool, database.path, self.config.tool_limits, self.config.guard)
         self._verifier = verifier or Verifier(pool, self.config.verify_limits)
@@ -106,10 +111,8 @@ class Episode:
     def reset(self) -> list[Message]:
         """Return the first messages, system and question."""
         if not self.messages:
-            self.messages = [
-                Message(role="system", content=prompt_for(self.config.system_prompt, self._path)),
-                Message(role="user", content=self.task.public.question),
-            ]
+            self._say("system", prompt_for(self.config.system_prompt, self._path))
+            self._say("user", self.task.public.question)
         return self.messages[:2]
 
     @property
@@ -129,8 +132,8 @@ class Episode:
             raise EpisodeOver("the episode has ended")
         self.reset()
         self.turns += 1
-        self.messages.append(Message(role="assistant", content=content))
         try:
+            self._say("assistant", content)
             return self._run(content)
         except Exception as error:
             self.infrastructure = _reason(error)
@@ -142,11 +145,16 @@ class Episode:
         if not self.terminated and self.turns >= self.config.max_turns:
             self._end_out_of_budget()
         observed[-1][1].extend(self._budget_notes())
-        replies = tuple(Message(role="tool", content=_with_notes(*pair)) for pair in observed)
-        self.messages += replies
+        replies = tuple(self._say("tool", _with_notes(*pair)) for pair in observed)
         notes = tuple(note for _, notes in observed for note in notes)
         compacted = () if self.over else self._compact()
         return StepResult(replies, self.terminated, self.truncated, notes, compacted)
+
+    def _say(self, role: Role, content: str) -> Message:
+        message = Message(role=role, content=content)
+        self.messages.append(message)
+        self._said(message)
+        return message
 
     def stop(self) -> None:
         """End an episode that the policy gives up or cannot go on with; no budget of ours did."""

@@ -61,15 +61,14 @@ def render_summary(execution: Execution, limit: int = SHOWN_ROWS) -> str:
 
 def render_cell(value: Value) -> str:
     """Return one cell: exact integers, NULL apart from the text 'NULL', blobs by size."""
+    if isinstance(value, str):  # most cells, and a call has hundreds
+        if value == "NULL":
+            return "'NULL'"
+        text = value if len(value) <= CELL_CHARS else _cut(value)
+        return text if text.isprintable() else _one_line(text)
     if value is None:
         return "NULL"
-    if isinstance(value, bytes):
-        return f"<blob {len(value)} bytes>"
-    if not isinstance(value, str):
-        return repr(value)
-    if value == "NULL":
-        return "'NULL'"
-    return _one_line(_cut(value))
+    return f"<blob {len(value)} bytes>" if isinstance(value, bytes) else repr(value)
 
 
 def _shown(execution: Execution, limit: int) -> tuple[Row, ...]:

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from hsql_env.service.admission import Admission
 from hsql_env.service.config import ServiceConfig
 from hsql_env.service.episodes import EpisodeStore
-from hsql_env.service.gate import Gate
+from hsql_env.service.gate import Gate, fault_reply
 from hsql_env.service.log import Log, fault_fields
 from hsql_env.service.metrics import METRICS_TYPE, Metrics
 from hsql_env.service.problems import PROBLEM_STATUSES, RequestError, problem_reply
@@ -82,6 +82,10 @@ def make_app(parts: Parts, on_ready: Callable[[], None]) -> ASGIApp:
     refuse = _refuser(parts)
     for kind in (RequestError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _handler(refuse))
+
+    @app.exception_handler(Exception)
+    async def fault(request: Request, error: Exception) -> Response:
+        return fault_reply()  # the framework raises the error again, and the gate logs it
 
     @app.get("/healthz", response_model=Health)
     async def healthz() -> Response:

@@ -36,6 +36,7 @@ class ServiceConfig:
     request_s: float = 60.0  # in which a request's head, and then its body, must have come
     drain_s: float = 20.0  # for what is in flight at SIGTERM
     log_level: LogLevel = "info"
+    transcript: Path | None = None  # a file to append every episode's messages to
     stop_with_stdin: bool = False  # end when standard input closes
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
 

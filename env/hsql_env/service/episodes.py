@@ -8,6 +8,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from hsql_env.harness import TOOLS, Episode, EpisodeConfig, InfrastructureError, Verifier
@@ -16,6 +17,7 @@ from hsql_env.sandbox import SandboxPool
 from hsql_env.service.log import Log
 from hsql_env.service.metrics import Metrics
 from hsql_env.service.problems import RequestError
+from hsql_env.service.transcript import Transcript
 from hsql_env.service.wire import Compacted, Finished, Health, Started, Stepped
 
 T = TypeVar("T")
@@ -52,6 +54,7 @@ class EpisodeStore:
         config: EpisodeConfig,
         metrics: Metrics,
         log: Log,
+        transcript: Transcript = Transcript(),  # noqa: B008 - it writes nowhere
         idle_s: float = 1800.0,
         max_episodes: int = 4096,
     ) -> None:
@@ -65,6 +68,7 @@ class EpisodeStore:
         self._config = config
         self._metrics = metrics
         self._log = log
+        self._transcript = transcript
         self._idle_s = idle_s
         self._max_episodes = max_episodes
         self._verifier = Verifier(pool, config.verify_limits)
@@ -95,15 +99,25 @@ class EpisodeStore:
         if task is None:
             raise RequestError("not_found", f"unknown task: {task_id}")
         database = self._databases[task.public.database_id]
-        episode = Episode(task, database, self._pool, self._config, self._verifier, context_chars)
         episode_id = uuid.uuid4().hex
+        said = partial(self._transcript.said, episode_id)
+        episode = Episode(
+            task, database, self._pool, self._config, self._verifier, context_chars, said
+        )
         with self._lock:
             if len(self._live) >= self._max_episodes:
                 raise RequestError("busy", f"{len(self._live)} episodes are live already")
             self._live[episode_id] = _Live(episode)
+        try:
+            self._transcript.started(episode_id, task_id)
+            messages = tuple(episode.reset())
+        except OSError:
+            with self._lock:
+                del self._live[episode_id]
+            raise
         self._metrics.started.inc()
         self._log("episode_started", episode=episode_id[:_LOGGED_ID], task=task_id)
-        return Started(episode_id=episode_id, messages=tuple(episode.reset()), tools=TOOLS)
+        return Started(episode_id=episode_id, messages=messages, tools=TOOLS)
 
     @contextmanager
     def visit(self, episode_id: str) -> Iterator[None]:
@@ -159,6 +173,7 @@ class EpisodeStore:
         with self._hold(episode_id) as live:
             was_spoiled = bool(live.episode.infrastructure)
             reply = _finish(live.episode)
+            self._transcript.finished(episode_id, reply)
             if not was_spoiled and reply.verdict.infrastructure:
                 self._note_spoiled(episode_id, live.episode)
             with self._lock:
@@ -188,6 +203,7 @@ class EpisodeStore:
     def _note_expired(self, episode_ids: Iterable[str]) -> None:
         for episode_id in episode_ids:
             self._metrics.expired.inc()
+            self._transcript.expired(episode_id)
             self._log("episode_expired", episode=episode_id[:_LOGGED_ID], idle_seconds=self._idle_s)
 
     @contextmanager

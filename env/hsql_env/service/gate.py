@@ -61,7 +61,7 @@ class Gate:
             reply = problem_reply("infrastructure", "the service ended before the request did")
         except Exception as error:
             self._on_fault(error)
-            reply = problem_reply("infrastructure", "the service failed at this request", 500)
+            reply = fault_reply()
         if reply is not None and not answered:
             await reply(scope, receive, send)
 
@@ -95,6 +95,11 @@ class Gate:
         except TimeoutError:
             message = f"the body did not arrive in {self._body_s:g} s"
             raise RequestError("invalid", message) from None
+
+
+def fault_reply() -> Response:
+    """Return what a client is told of a fault of ours."""
+    return problem_reply("infrastructure", "the service failed at this request", 500)
 
 
 class _Replay:

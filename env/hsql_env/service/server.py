@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -28,6 +29,7 @@ from hsql_env.service.listen import listen_tcp, listen_unix, remove_socket
 from hsql_env.service.log import Log, LogHandler
 from hsql_env.service.metrics import Metrics
 from hsql_env.service.problems import problem_body
+from hsql_env.service.transcript import Transcript, open_transcript
 
 _KEEP_ALIVE_SECONDS = 600  # longer than any client waits between two steps
 _CLOSE_SECONDS = 1  # for the replies on their way when the drain is over
@@ -173,7 +175,9 @@ def _parts(
     admission = Admission(config.threads, config.max_waiting)
     metrics.gauge("hsql_queue_depth", "Requests that wait", lambda: admission.waiting)
     metrics.gauge("hsql_requests_in_flight", "Run or wait", lambda: admission.in_flight)
-    with SandboxPool(config.workers, observer=metrics) as pool:
+    with ExitStack() as stack:
+        transcript = stack.enter_context(_transcript(config.transcript))
+        pool = stack.enter_context(SandboxPool(config.workers, observer=metrics))
         metrics.gauge("hsql_sandbox_workers", "Worker processes", lambda: len(pool.worker_pids()))
         try:
             store = EpisodeStore(
@@ -183,12 +187,29 @@ def _parts(
                 config.episode,
                 metrics,
                 log,
+                transcript,
                 config.idle_s,
                 config.max_episodes,
             )
         except ValueError as error:
             raise ServeError(str(error)) from error
         yield Parts(config, store, admission, metrics, log)
+
+
+@contextmanager
+def _transcript(path: Path | None) -> Iterator[Transcript]:
+    """Open the transcript's file, if there is to be one. Raises `ServeError`."""
+    if path is None:
+        yield Transcript()
+        return
+    try:
+        descriptor = open_transcript(path)
+    except OSError as error:
+        raise ServeError(f"the transcript {path} cannot be written: {error.strerror}") from error
+    try:
+        yield Transcript(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
