@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from hsql_jax.model.config import ModelConfig
-from hsql_jax.model.qwen3 import is_spec, param_specs
-
-# Logical axis of a parameter or batch -> mesh axes it is split over.
+# Logical axis of a parameter, batch or activation -> mesh axes it is split over.
 RULES: dict[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),
-    "embed": ("fsdp",),
+    "batch": ("slice", "data", "fsdp"),
+    "time": ("context",),
+    "embed": ("fsdp", "context"),  # of parameters: ranks of one sequence share its memory too
     "vocab": ("tensor",),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
@@ -26,53 +27,80 @@ RULES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes; their product is the number of devices."""
+    """Sizes of the mesh axes, outermost first; their product is the number of devices."""
 
     data: int = 1  # whole replicas
     fsdp: int = 1  # parameters and optimizer state split, gathered for each layer
     tensor: int = 1  # heads, feed-forward and vocabulary split
+    context: int = 1  # one sequence's time split; parameters are split over it as over fsdp
+    slices: int = 1  # replicas joined by the data-centre network, each of all the axes above
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The mesh's axes and their sizes, outermost first."""
+        return {
+            "slice": self.slices,
+            "data": self.data,
+            "fsdp": self.fsdp,
+            "context": self.context,
+            "tensor": self.tensor,
+        }
+
+    @property
+    def devices(self) -> int:
+        """How many devices the mesh needs."""
+        return math.prod(self.shape.values())
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """A mesh over the first devices; `ValueError` when there are too few."""
-    needed = math.prod((config.data, config.fsdp, config.tensor))
-    if needed > jax.device_count():
-        raise ValueError(
-            f"mesh data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} needs "
-            f"{needed} devices, {jax.device_count()} found; lower one of the axes"
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over the first of `devices` (default: all); `ValueError` when there are too few."""
+    devices = jax.devices() if devices is None else devices
+    if config.devices > len(devices):
+        sizes = " x ".join(
+            f"{f.name}={getattr(config, f.name)}" for f in dataclasses.fields(config)
         )
+        raise ValueError(
+            f"mesh {sizes} needs {config.devices} devices, {len(devices)} found; "
+            "lower one of the axes"
+        )
+    shape, names = tuple(config.shape.values()), tuple(config.shape)
+    if config.slices > 1 and hasattr(devices[0], "slice_index"):
+        grid = mesh_utils.create_hybrid_device_mesh(
+            (1, *shape[1:]), (config.slices, 1, 1, 1, 1), devices[: config.devices]
+        )
+        return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
     return jax.make_mesh(
-        (config.data, config.fsdp, config.tensor),
-        ("data", "fsdp", "tensor"),
-        axis_types=(AxisType.Auto,) * 3,
-        devices=jax.devices()[:needed],
+        shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices[: config.devices]
     )
 
 
-def spec_of(axes: tuple[str | None, ...]) -> PartitionSpec:
+def spec_of(axes: Sequence[str | None]) -> PartitionSpec:
     """The partition of an array with these logical axes."""
     return PartitionSpec(*(RULES[axis] or None if axis else None for axis in axes))
 
 
-def param_shardings(mesh: Mesh, config: ModelConfig) -> Any:
-    """A sharding for each parameter; `ValueError` names a dimension that does not divide."""
+def constrain(array: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
+    """The array, laid out by its logical axes where there is a mesh."""
+    if mesh is None:
+        return array
+    return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(axes)))
 
-    def leaf(path: Any, spec: Any) -> NamedSharding:
-        for size, axis in zip(spec.shape, spec.axes, strict=True):
-            parts = math.prod(mesh.shape[name] for name in RULES[axis]) if axis else 1
-            if size % parts:
-                raise ValueError(
-                    f"{jax.tree_util.keystr(path)}: {axis} = {size} does not divide over "
-                    f"{parts} devices of the mesh {dict(mesh.shape)}"
-                )
-        return NamedSharding(mesh, spec_of(spec.axes))
 
-    return jax.tree.map_with_path(leaf, param_specs(config), is_leaf=is_spec)
+def layout(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
+    """The sharding of such an array; `ValueError` names a dimension that does not divide."""
+    for size, axis in zip(shape, axes, strict=True):
+        parts = math.prod(mesh.shape[name] for name in RULES[axis]) if axis else 1
+        if size % parts:
+            raise ValueError(
+                f"{axis} = {size} does not divide over {parts} devices of the mesh "
+                f"{dict(mesh.shape)}"
+            )
+    return NamedSharding(mesh, spec_of(axes))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """For batch leaves [A, B, T]: rows split over data and fsdp, micro-batches and time whole."""
-    return NamedSharding(mesh, PartitionSpec(None, RULES["batch"]))
+    """For batch leaves [A, B, T]: rows and time split, micro-batches whole."""
+    return NamedSharding(mesh, spec_of((None, "batch", "time")))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

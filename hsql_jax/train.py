@@ -18,9 +18,9 @@ from jax.sharding import Mesh
 from hsql_jax.data import Batch
 from hsql_jax.errors import UserError
 from hsql_jax.losses import token_logprobs
-from hsql_jax.model import ModelConfig, forward, head_matrix, init_params
+from hsql_jax.model import ModelConfig, forward, head_matrix, init_params, param_shardings
 from hsql_jax.objectives import LossSum, Tokens
-from hsql_jax.sharding import batch_sharding, param_shardings, replicated
+from hsql_jax.sharding import batch_sharding, replicated
 
 Loss = Callable[[Tokens], LossSum]
 Metrics = dict[str, float]
@@ -79,10 +79,15 @@ def create_state(
 
 
 def batch_loss(
-    params: Any, model: ModelConfig, loss: Loss, batch: Batch, temperature: float
+    params: Any,
+    model: ModelConfig,
+    loss: Loss,
+    batch: Batch,
+    temperature: float,
+    mesh: Mesh | None = None,
 ) -> tuple[jax.Array, LossSum]:
     """The objective's sum over one [B, T] micro-batch, and its parts with the entropy added."""
-    hidden = forward(params, model, batch.tokens, batch.segment_ids, batch.positions)
+    hidden = forward(params, model, batch.tokens, batch.segment_ids, batch.positions, mesh)
     mask = batch.loss_mask
     logprobs, entropy = token_logprobs(
         hidden, head_matrix(params), batch.targets, mask, temperature=temperature
@@ -123,7 +128,8 @@ def make_train_step(
     def accumulate(params: Any, batch: Batch) -> tuple[Any, LossSum]:
         def one(index: jax.Array | int) -> tuple[Any, LossSum]:
             micro = jax.tree.map(lambda leaf: leaf[index], batch)
-            return jax.grad(batch_loss, has_aux=True)(params, model, loss, micro, temperature)
+            gradient = jax.grad(batch_loss, has_aux=True)
+            return gradient(params, model, loss, micro, temperature, mesh)
 
         def add(index: jax.Array, carry: tuple[Any, LossSum]) -> tuple[Any, LossSum]:
             grads, parts = one(index)

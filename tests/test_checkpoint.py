@@ -16,11 +16,11 @@ from micro import LENGTH, MODEL, examples
 from hsql_jax.checkpoint import Checkpoints
 from hsql_jax.data import BatchStream
 from hsql_jax.errors import UserError
-from hsql_jax.model import init_params
+from hsql_jax.model import init_params, param_shardings
 from hsql_jax.objectives import sft
 from hsql_jax.optim import OptimConfig, make_optimizer
 from hsql_jax.sft import stack
-from hsql_jax.sharding import MeshConfig, make_mesh, param_shardings
+from hsql_jax.sharding import MeshConfig, make_mesh
 from hsql_jax.train import Metrics, StepFn, TrainState, create_state, make_train_step, train
 
 EIGHT, FOUR, ONE = MeshConfig(2, 2, 2), MeshConfig(fsdp=4), MeshConfig()

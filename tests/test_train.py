@@ -16,10 +16,10 @@ from micro import MODEL, ROWS, batch_of, examples
 
 from hsql_jax.data import Batch
 from hsql_jax.errors import UserError
-from hsql_jax.model import forward, head_matrix, init_params
+from hsql_jax.model import forward, head_matrix, init_params, param_shardings
 from hsql_jax.objectives import gspo
 from hsql_jax.optim import OptimConfig, make_optimizer
-from hsql_jax.sharding import MeshConfig, make_mesh, param_shardings
+from hsql_jax.sharding import MeshConfig, make_mesh
 from hsql_jax.train import (
     Metrics,
     StepFn,
@@ -202,7 +202,7 @@ def test_optimizer_moments_are_split_as_their_parameters(name: str) -> None:
     adam = sum(leaf.ndim != 3 or name == "adamw" for leaf in jax.tree.leaves(params()))
     assert moments == len(wanted) + adam  # Muon keeps one moment, Adam two
     split = state_shardings(mesh, MODEL, tx).params["layers"]["q"]
-    assert split.spec == jax.P(None, ("fsdp",), ("tensor",))
+    assert split.spec == jax.P(None, ("fsdp", "context"), ("tensor",))
 
 
 def test_too_few_devices_and_sizes_that_do_not_divide_are_named() -> None:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 
 from hsql_jax.model.attention import attention
 from hsql_jax.model.config import ModelConfig
+from hsql_jax.sharding import constrain, layout
 
 Params = dict[str, Any]
 
@@ -64,6 +66,18 @@ def is_spec(leaf: Any) -> bool:
     return isinstance(leaf, ParamSpec)
 
 
+def param_shardings(mesh: Mesh, config: ModelConfig) -> Params:
+    """A sharding for each parameter; `ValueError` names a dimension that does not divide."""
+
+    def leaf(path: Any, spec: ParamSpec) -> NamedSharding:
+        try:
+            return layout(mesh, spec.shape, spec.axes)
+        except ValueError as error:
+            raise ValueError(f"{jax.tree_util.keystr(path)}: {error}") from None
+
+    return jax.tree.map_with_path(leaf, param_specs(config), is_leaf=is_spec)
+
+
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
     """Random parameters; each leaf has its own key, so the values do not depend on tree order."""
     specs = param_specs(config)
@@ -90,12 +104,15 @@ def forward(
     tokens_BT: jax.Array,
     segment_ids_BT: jax.Array,
     positions_BT: jax.Array,
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """Final hidden states [B, T, D] of packed rows; `head_matrix` turns them into logits.
 
     `segment_ids` separate the sequences of a row (0 is padding) and `positions` restart in each.
+    With a `mesh`, the rows and their time stay split over it from layer to layer.
     """
     x_BTD = params["embed"][tokens_BT].astype(config.dtype)
+    x_BTD = constrain(x_BTD, mesh, "batch", "time", None)
     cos_sin = rope_table(positions_BT, config.head_dim, config.rope_theta)
 
     def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
@@ -103,7 +120,8 @@ def forward(
             q, k, v = project_qkv(x, weights, config, cos_sin)
             x = x + project_out(attention(q, k, v, segment_ids_BT), weights, x.dtype)
         with jax.named_scope("mlp"):
-            return x + mlp(x, weights, config), None
+            x = x + mlp(x, weights, config)
+        return constrain(x, mesh, "batch", "time", None), None
 
     if config.remat == "full":
         layer = jax.checkpoint(layer)
