@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import build_database, make_task
+from test_compact import WIDE
 
 from hsql_env.cli import main
 from hsql_env.commands.play import Quit, Say, ToolCall, read_line
@@ -129,6 +130,17 @@ def test_the_turn_budget_ends_the_game(files: list[str]) -> None:
     assert said.stdout.count("river (table, 2 rows)") == 2
     assert "[note: 1 turn left]" in said.stdout
     assert "broken (budget x1, no_submit x1)" in said.stdout
+
+
+def test_a_person_may_play_with_a_short_context(files: list[str]) -> None:
+    typed = "".join(f"exec {WIDE.format(turn)}\n" for turn in range(2))
+    said = run_here("play", *files, "--context-chars", "5000", typed=typed)
+    shown = said.stdout.partition("message 3 is now:\n")[2]
+    assert shown.startswith("0 | wide\n[note: compacted, ")
+    assert said.stdout.count("is now:") == 1
+    refused = run_here("play", *files, "--context-chars", "3999")
+    message = "hsql-env: --context-chars must be at least 4000, not 3999\n"
+    assert (refused.returncode, refused.stderr) == (1, message)
 
 
 def test_a_database_that_changed_is_not_played(files: list[str], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 from conftest import build_database, call, make_task
+from test_compact import WIDE
 from test_sandbox import wait_until_dead
 
 from hsql_env.harness import TOOLS
@@ -127,6 +128,7 @@ def test_an_episode_in_a_session(url: str) -> None:
                 "task_id": "t1",
                 "messages": [{"role": "tool", "content": "count(*)\n3\n(1 row)"}],
                 "tools": [],
+                "compacted": [],
                 "truncated": False,
                 "verdict": None,
             },
@@ -164,6 +166,23 @@ def test_a_budget_ends_the_episode(url: str) -> None:
     converse(url, talk)
 
 
+def test_a_session_may_ask_for_compaction(url: str) -> None:
+    async def talk(ask: Ask) -> None:
+        await ask("reset", {"task_id": "t0", "context_chars": 5_000})
+        seen = []
+        for turn in range(2):
+            data = {"tool": "sql_exec", "arguments": {"query": WIDE.format(turn)}}
+            seen.append((await ask("step", data))["data"]["observation"])
+        assert seen[0]["compacted"] == []
+        (change,) = seen[1]["compacted"]
+        assert change["index"] == 3
+        head, _, note = change["content"].rpartition("\n")
+        assert seen[0]["messages"][0]["content"].startswith(head)
+        assert note.startswith("[note: compacted, ")
+
+    converse(url, talk)
+
+
 def test_a_failure_of_the_harness_is_no_reward(url: str) -> None:
     async def talk(ask: Ask) -> None:
         await ask("reset", {"task_id": "broken"})
@@ -197,6 +216,8 @@ def test_tasks_are_chosen_by_seed_or_in_turn(url: str) -> None:
     [
         ("{", "INVALID_JSON", "a message must be a JSON text"),
         ("[" * 100_000, "INVALID_JSON", "a message must be a JSON text"),
+        ('{"type": "reset", "data": {"context_chars": 10}}', "VALIDATION_ERROR",
+         "context_chars: Input should be greater than or equal to 4000"),
         ("[]", "VALIDATION_ERROR", "a message is an object with type and data"),
         ('{"type": "step", "data": 3}', "VALIDATION_ERROR",
          "a message is an object with type and data"),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from hsql_env.commands import CommandError
 from hsql_env.harness import TOOLS, Episode, EpisodeConfig, InfrastructureError
+from hsql_env.harness.compact import LEAST_CONTEXT_CHARS
 from hsql_env.harness.tools import tool_call_text
 from hsql_env.records import Database, Task, Verdict, read_jsonl
 from hsql_env.registry import check_databases
@@ -41,6 +42,8 @@ class Play:
     task_id: str = ""
     """The task to play; the file's first unless given."""
     max_turns: int = 24
+    context_chars: int | None = None
+    """Compact older observations beyond so many characters, as for a policy that asks for it."""
     guard: GuardProfile = "default"
 
 
@@ -68,12 +71,16 @@ def run(command: Play) -> int:
     """
     if command.max_turns < 1:
         raise CommandError(f"--max-turns must be at least 1, not {command.max_turns}")
+    if command.context_chars is not None and command.context_chars < LEAST_CONTEXT_CHARS:
+        raise CommandError(
+            f"--context-chars must be at least {LEAST_CONTEXT_CHARS}, not {command.context_chars}"
+        )
     task = choose_task(list(read_jsonl(command.tasks, Task)), command.task_id, command.tasks)
     database = _find_database(command.databases, task.public.database_id)
     check_databases([database])
     config = EpisodeConfig(max_turns=command.max_turns, guard=command.guard)
     with SandboxPool(workers=1) as pool:
-        episode = Episode(task, database, pool, config)
+        episode = Episode(task, database, pool, config, context_chars=command.context_chars)
         _play(episode, task)
         verdict = episode.verdict()
     _print(describe_verdict(verdict))
@@ -152,6 +159,8 @@ def _play(episode: Episode, task: Task) -> None:
             return
         for message in result.messages:
             _print(message.content)
+        for index, message in result.compacted:
+            _print(f"message {index} is now:\n{message.content}")
         if episode.over:
             return
 

@@ -32,7 +32,7 @@ from hsql_env.harness.tools import tool_call_text
 from hsql_env.records import Message, Verdict
 from hsql_env.service.client import AsyncEnvironment, RequestRefused
 from hsql_env.service.config import is_token
-from hsql_env.service.wire import Wire
+from hsql_env.service.wire import Compacted, ContextChars, Wire
 
 W = TypeVar("W", bound=Wire)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -46,6 +46,7 @@ class Reset(Wire):
     task_id: str | None = None
     seed: int | None = Field(default=None, ge=0)
     episode_id: str | None = Field(default=None, max_length=255)  # the client's name for it
+    context_chars: ContextChars | None = None
 
 
 class Action(Wire):
@@ -79,6 +80,7 @@ class Observation(Wire):
     task_id: str
     messages: tuple[Message, ...]
     tools: list[dict[str, Any]] = Field(default_factory=list)
+    compacted: tuple[Compacted, ...] = ()  # for a session that asked for `context_chars`
     truncated: bool = False  # a budget ended the episode
     verdict: Verdict | None = None
 
@@ -153,7 +155,7 @@ class Session:
     async def _reset(self, asked: Reset) -> dict[str, Any]:
         await self.close()
         task_id = asked.task_id or self._tasks.pick(asked.seed)
-        started = await self._env.start(task_id, asked.seed or 0)
+        started = await self._env.start(task_id, asked.seed or 0, asked.context_chars)
         name = asked.episode_id or started.episode_id
         self._played = _Played(started.episode_id, State(episode_id=name, task_id=task_id))
         first = Observation(task_id=task_id, messages=started.messages, tools=started.tools)
@@ -172,6 +174,7 @@ class Session:
         seen = Observation(
             task_id=task_id,
             messages=stepped.messages,
+            compacted=stepped.compacted,
             truncated=stepped.truncated,
             verdict=verdict,
         )
