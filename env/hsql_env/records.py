@@ -150,6 +150,12 @@ def read_jsonl(path: str | os.PathLike[str], kind: type[R]) -> Iterator[R]:
             try:
                 yield kind.model_validate_json(line)
             except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(str(part) for part in first["loc"]) or "record"
-                raise RecordError(f"{path}:{number}: {where}: {first['msg']}") from None
+                problem = first_problem(error, "record")
+                raise RecordError(f"{path}:{number}: {problem}") from None
+
+
+def first_problem(error: ValidationError, whole: str) -> str:
+    """Return the first field that is wrong, and how; `whole` is all of them together."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or whole
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}"
