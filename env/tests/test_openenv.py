@@ -225,9 +225,9 @@ def test_tasks_are_chosen_by_seed_or_in_turn(url: str) -> None:
         ('{"type": "step", "data": {"content": "x"}}', "SESSION_ERROR",
          "no episode is in progress; reset first"),
         ('{"type": "step", "data": {}}', "VALIDATION_ERROR",
-         "action: Value error, an action has either content or tool"),
+         "action: an action has either content or tool"),
         ('{"type": "step", "data": {"content": "x", "tool": "y"}}', "VALIDATION_ERROR",
-         "action: Value error, an action has either content or tool"),
+         "action: an action has either content or tool"),
         ('{"type": "step", "data": {"text": "x"}}', "VALIDATION_ERROR",
          "text: Extra inputs are not permitted"),
         ('{"type": "reset", "data": {"seed": -1}}', "VALIDATION_ERROR",
@@ -399,13 +399,45 @@ def test_the_adapter_starts_the_service_and_ends_it(files: tuple[str, str]) -> N
             assert reply["data"]["reward"] == 1.0
 
         converse(url, talk)
-        children = [
-            int(child)
-            for path in Path(f"/proc/{pid}/task").glob("*/children")
-            for child in path.read_text().split()
-        ]
+        children = children_of(pid)
         assert len(children) == 1
     assert wait_until_dead(children)
+
+
+def test_the_end_of_the_service_it_started_is_the_adapters(files: tuple[str, str]) -> None:
+    command = [sys.executable, "-m", "hsql_env", "openenv", "--port", "0", "--tasks", files[0]]
+    command += ["--databases", files[1], "--workers", "1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        assert process.stdout is not None
+        json.loads(process.stdout.readline())
+        (child,) = children_of(process.pid)
+        os.kill(child, signal.SIGKILL)
+        rest, complaint = process.communicate(timeout=20)
+    assert (process.returncode, rest) == (1, "")
+    assert complaint == "hsql-env: the service died (exit code -9): it said nothing\n"
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the process ids of a process's children."""
+    return [
+        int(child)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in path.read_text().split()
+    ]
+
+
+def test_a_running_service_must_answer(files: tuple[str, str]) -> None:
+    for address, reason in (
+        ("http://127.0.0.1:9", "no answer from http://127.0.0.1:9: Cannot connect to host"),
+        ("nowhere", "no answer from nowhere: nowhere/healthz"),
+    ):
+        said = run_openenv("--tasks", files[0], "--port", "0", "--service", address)
+        assert (said.returncode, said.stdout) == (1, "")
+        start = f"hsql-env: --service is not the address of a running environment service: {reason}"
+        assert said.stderr.startswith(start)
+        assert said.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import signal
 import socket
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -29,7 +30,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from hsql_env.harness.actions import InfrastructureError
 from hsql_env.harness.tools import tool_call_text
-from hsql_env.records import Message, Verdict
+from hsql_env.records import Message, Verdict, first_problem
 from hsql_env.service.client import AsyncEnvironment, RequestRefused
 from hsql_env.service.config import is_token
 from hsql_env.service.wire import Compacted, ContextChars, Wire
@@ -37,6 +38,7 @@ from hsql_env.service.wire import Compacted, ContextChars, Wire
 W = TypeVar("W", bound=Wire)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+_CHECK_SECONDS = 0.5
 _OPEN_PATH = "/health"  # a probe carries no token, and learns nothing
 
 
@@ -271,12 +273,16 @@ def _bearer(header: bytes) -> bytes:
 
 
 async def serve(
-    env: AsyncEnvironment, task_ids: Sequence[str], listener: socket.socket, token: str | None
+    env: AsyncEnvironment,
+    task_ids: Sequence[str],
+    listener: socket.socket,
+    token: str | None,
+    check: Callable[[], None],
 ) -> None:
     """Serve sessions on the environment service behind `env` until SIGTERM or SIGINT.
 
     Sessions must bring the `token` if there is one. Prints one JSON line with the address when
-    ready.
+    ready. `check` is called every half second; what it raises ends the adapter.
     """
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -287,9 +293,16 @@ async def serve(
         try:
             await web.SockSite(runner, listener).start()
             print(json.dumps({"url": _address(runner), "pid": os.getpid()}), flush=True)
-            await stopped.wait()
+            await _until(stopped, check)
         finally:
             await runner.cleanup()
+
+
+async def _until(stopped: asyncio.Event, check: Callable[[], None]) -> None:
+    while not stopped.is_set():
+        check()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stopped.wait(), _CHECK_SECONDS)
 
 
 def _address(runner: web.AppRunner) -> str:
@@ -312,9 +325,8 @@ def _validated(kind: type[W], data: Mapping[str, Any]) -> W:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or kind.__name__.lower()
-        raise SessionError("VALIDATION_ERROR", f"{where}: {first['msg']}") from error
+        problem = first_problem(error, kind.__name__.lower())
+        raise SessionError("VALIDATION_ERROR", problem) from error
 
 
 def _observation(seen: Observation, reward: float | None, done: bool) -> dict[str, Any]:
