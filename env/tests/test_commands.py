@@ -25,15 +25,17 @@ from hsql_env.registry import open_database
 ORACLE = "SELECT sum(1) FROM city"
 
 
-def run_command(*arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
-    """Run `hsql-env` with this standard input and return what it said."""
+def run_command(
+    *arguments: str, typed: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `hsql-env` with this standard input and environment and return what it said."""
     return subprocess.run(
         [sys.executable, "-m", "hsql_env", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
         input=typed,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
     )
 
 
@@ -168,6 +170,42 @@ def test_data_cannot_control_the_terminal(files: list[str]) -> None:
     said = run_here("play", *files, typed="exec SELECT char(27) || '[2J', char(155)\n")
     assert "\\x1b[2J | \\x9b\n" in said.stdout
     assert "\x1b" not in said.stdout
+
+
+ASCII = {"LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+
+
+def test_a_terminal_without_other_letters(files: list[str], city_path: str) -> None:
+    typed = "exec SELECT name FROM city WHERE id = 3\nsubmit SELECT 3\n"
+    said = run_command("play", *files, typed=typed, **ASCII)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert "name\nBod\\xf8\n(1 row)\n" in said.stdout
+    assert said.stdout.endswith("reward    1\n")
+    sql = "SELECT name FROM city WHERE id = 3"
+    reply = run_command("exec", "--database", city_path, sql, **ASCII)
+    assert strict_json(reply.stdout)["rows"] == [["Bodø"]]
+    wrong = run_command("play", *files, typed="exec SELECT 'ø'\n", **ASCII)
+    message = "hsql-env: standard input is not ascii; say what it is in PYTHONIOENCODING\n"
+    assert (wrong.returncode, wrong.stderr) == (1, message)
+
+
+@pytest.mark.parametrize("command", ["play", "exec"])
+def test_a_reader_that_leaves_ends_it_quietly(
+    files: list[str], city_path: str, command: str
+) -> None:
+    options = files if command == "play" else ["--database", city_path, "SELECT 1"]
+    receiving, sending = os.pipe()
+    os.close(receiving)
+    with open(sending, "wb") as closed:
+        said = subprocess.run(
+            [sys.executable, "-m", "hsql_env", command, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    assert (said.returncode, said.stderr) == (141, b"")
 
 
 def test_play_names_what_is_wrong(files: list[str], tmp_path: Path) -> None:

@@ -176,6 +176,10 @@ def _lines(episode: Episode) -> Iterator[str]:
             if typed.strip():
                 yield typed
             return
+        except UnicodeDecodeError as error:
+            raise CommandError(
+                f"standard input is not {error.encoding}; say what it is in PYTHONIOENCODING"
+            ) from error
         if line.endswith("\\"):
             typed += line[:-1] + "\n"
             continue
