@@ -18,7 +18,7 @@ from hsql_env.commands.inspect import Inspect
 from hsql_env.commands.openenv import OpenEnv
 from hsql_env.commands.play import Play
 from hsql_env.harness import EpisodeConfig
-from hsql_env.records import Database, RecordError, Task, read_jsonl
+from hsql_env.records import Database, RecordError, read_jsonl, read_tasks
 from hsql_env.registry import DatabaseError, check_databases
 from hsql_env.sandbox import GuardProfile, Limits
 from hsql_env.sandbox.pool import SandboxError
@@ -124,11 +124,12 @@ def _serve(command: Serve) -> int:
 
     try:
         config = _service_config(command)
+        tasks = read_tasks(command.tasks)
         databases = {
             record.database_id: record for record in read_jsonl(command.databases, Database)
         }
         check_databases(databases.values())
-        serve(read_jsonl(command.tasks, Task), databases, config)
+        serve(tasks, databases, config)
     except ServeError as error:
         raise CommandError(str(error)) from error
     return 0

@@ -19,7 +19,7 @@ from hsql_env.cli import main
 from hsql_env.commands.play import Quit, Say, ToolCall, read_line
 from hsql_env.harness import parse_turn
 from hsql_env.harness.tools import tool_call_text
-from hsql_env.records import Database, write_jsonl
+from hsql_env.records import Database, RecordError, read_tasks, write_jsonl
 from hsql_env.registry import open_database
 
 ORACLE = "SELECT sum(1) FROM city"
@@ -208,6 +208,17 @@ def test_a_reader_that_leaves_ends_it_quietly(
     assert (said.returncode, said.stderr) == (141, b"")
 
 
+def test_blank_lines_of_a_file_are_skipped(files: list[str], tmp_path: Path) -> None:
+    spaced = tmp_path / "tasks.jsonl"
+    spaced.write_text("\n" + Path(files[1]).read_text().replace("\n", "\n \r\n") + "\n")
+    tasks = read_tasks(spaced)
+    assert tasks == read_tasks(files[1])
+    assert [task.public.task_id for task in tasks] == ["t1", "t2", "broken"]
+    spaced.write_text("\n{\n")
+    with pytest.raises(RecordError, match=r"tasks.jsonl:2: record: Invalid JSON"):
+        read_tasks(spaced)
+
+
 def test_play_names_what_is_wrong(files: list[str], tmp_path: Path) -> None:
     said = run_here("play", *files, "--task-id", "t9")
     assert (said.returncode, said.stdout) == (1, "")
@@ -215,7 +226,9 @@ def test_play_names_what_is_wrong(files: list[str], tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     none = run_here("play", "--tasks", str(empty), *files[2:])
-    assert none.stderr == f"hsql-env: {empty}: no tasks\n"
+    assert none.stderr == f"hsql-env: {empty}: no tasks; it must hold one a line\n"
+    served = run_here("serve", "--tasks", str(empty), *files[2:])
+    assert (served.returncode, served.stderr) == (1, none.stderr)
     lost = run_here("play", *files[:2], "--databases", str(empty))
     assert lost.stderr == f"hsql-env: {empty}: no database city, which the task needs\n"
 
@@ -310,12 +323,16 @@ def test_exec_refuses_and_fails(
 
 @pytest.mark.parametrize("command", ["exec", "inspect"])
 def test_a_bad_database_is_one_line(command: str, tmp_path: Path) -> None:
-    def said(path: Path) -> str:
+    def said(path: Path | str) -> str:
         place = ["--database", str(path), "SELECT 1"] if command == "exec" else [str(path)]
         outcome = run_here(command, *place)
         assert (outcome.returncode, outcome.stdout) == (1, "")
         return outcome.stderr
 
+    assert said("mysql://root:secret@host/shop") == (
+        "hsql-env: mysql://: no such kind of database; name a SQLite file, or one of "
+        "postgresql://, postgres://, bigquery://\n"
+    )
     gone, text = tmp_path / "gone.sqlite", tmp_path / "x.sqlite"
     text.write_text("hello")
     assert said(gone) == f"hsql-env: {gone}: No such file or directory\n"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from hsql_env.commands import CommandError
 from hsql_env.harness import InfrastructureError
-from hsql_env.records import Task, read_jsonl
+from hsql_env.records import read_tasks
 from hsql_env.service.launcher import ServiceProcess, ServiceProcessError
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ def run(command: OpenEnv) -> int:
         raise CommandError("name either --databases or --service")
     if command.databases is not None and command.service_token_file is not None:
         raise CommandError("--service-token-file is for --service")
-    task_ids = [task.public.task_id for task in read_jsonl(command.tasks, Task)]
-    if not task_ids:
-        raise CommandError(f"{command.tasks}: no tasks")
+    task_ids = [task.public.task_id for task in read_tasks(command.tasks)]
     try:
         own = read_token(command.token_file)
         theirs = read_token(command.service_token_file, os.environ)

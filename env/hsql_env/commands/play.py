@@ -13,7 +13,7 @@ from hsql_env.commands import CommandError
 from hsql_env.harness import TOOLS, Episode, EpisodeConfig, InfrastructureError
 from hsql_env.harness.compact import LEAST_CONTEXT_CHARS
 from hsql_env.harness.tools import tool_call_text
-from hsql_env.records import Database, Task, Verdict, read_jsonl
+from hsql_env.records import Database, Task, Verdict, read_jsonl, read_tasks
 from hsql_env.registry import check_databases
 from hsql_env.sandbox import GuardProfile, SandboxPool
 
@@ -75,7 +75,7 @@ def run(command: Play) -> int:
         raise CommandError(
             f"--context-chars must be at least {LEAST_CONTEXT_CHARS}, not {command.context_chars}"
         )
-    task = choose_task(list(read_jsonl(command.tasks, Task)), command.task_id, command.tasks)
+    task = choose_task(read_tasks(command.tasks), command.task_id, command.tasks)
     database = _find_database(command.databases, task.public.database_id)
     check_databases([database])
     config = EpisodeConfig(max_turns=command.max_turns, guard=command.guard)
@@ -92,8 +92,6 @@ def choose_task(tasks: Sequence[Task], task_id: str, source: Path) -> Task:
     for task in tasks:
         if task_id in ("", task.public.task_id):
             return task
-    if not tasks:
-        raise CommandError(f"{source}: no tasks")
     shown = ", ".join(task.public.task_id for task in tasks[:_SHOWN_IDS])
     more = f" and {len(tasks) - _SHOWN_IDS} more" if tasks[_SHOWN_IDS:] else ""
     raise CommandError(f"{source}: no task {task_id}; it holds {shown}{more}")
