@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -16,7 +18,7 @@ from hsql_env.commands.inspect import Inspect
 from hsql_env.commands.openenv import OpenEnv
 from hsql_env.commands.play import Play
 from hsql_env.harness import EpisodeConfig
-from hsql_env.records import Database, RecordError, Task, read_jsonl
+from hsql_env.records import Database, RecordError, read_jsonl, read_tasks
 from hsql_env.registry import DatabaseError, check_databases
 from hsql_env.sandbox import GuardProfile, Limits
 from hsql_env.sandbox.pool import SandboxError
@@ -82,14 +84,25 @@ Command = (
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with 1 and one line on standard error for bad input."""
     command = tyro.cli(Command, prog="hsql-env", args=arguments)  # type: ignore[call-overload]
+    _escape_what_cannot_be_printed()
     try:
         code = _run(command)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        code = 128 + signal.SIGPIPE
     except (CommandError, DatabaseError, RecordError, SandboxError, OSError) as error:
         print(f"hsql-env: {error}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def _escape_what_cannot_be_printed() -> None:
+    """Print letters that the terminal's encoding lacks as escapes, such as \\xf8."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _run(command: Serve | OpenEnv | Play | Exec | Inspect) -> int:
@@ -113,11 +126,12 @@ def _serve(command: Serve) -> int:
 
     try:
         config = _service_config(command)
+        tasks = read_tasks(command.tasks)
         databases = {
             record.database_id: record for record in read_jsonl(command.databases, Database)
         }
         check_databases(databases.values())
-        serve(read_jsonl(command.tasks, Task), databases, config)
+        serve(tasks, databases, config)
     except ServeError as error:
         raise CommandError(str(error)) from error
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hsql_env.harness.actions import InfrastructureError
 from hsql_env.records import Call, Message, PublicTask, Trajectory, Verdict
@@ -28,6 +28,18 @@ class Session(Protocol):
 
     def close(self) -> None:
         """Free what the session holds. Called at the end of every episode."""
+        ...
+
+
+@runtime_checkable
+class CompactingSession(Session, Protocol):
+    """A session whose context can be compacted, as `context_chars` asks for."""
+
+    def compact(self, messages: Sequence[Message]) -> None:
+        """Take `messages` for the conversation so far: older observations in it are shorter now.
+
+        They end with the last turn; its observations come in the `act` that follows.
+        """
         ...
 
 
@@ -59,10 +71,19 @@ class Rollout:
 
 
 async def run_episode(
-    env: AsyncEnvironment, task: PublicTask, policy: Policy, seed: int = 0
+    env: AsyncEnvironment,
+    task: PublicTask,
+    policy: Policy,
+    seed: int = 0,
+    context_chars: int | None = None,
 ) -> Rollout:
-    """Play one episode. A failure of the harness is a value: `verdict.infrastructure` names it."""
-    play = _Play(env, task, policy, seed)
+    """Play one episode. A failure of the harness is a value: `verdict.infrastructure` names it.
+
+    With `context_chars`, older observations are compacted when the conversation is longer, for
+    which the policy's sessions must be `CompactingSession`s (`TypeError`). The trajectory holds the
+    messages as they were said.
+    """
+    play = _Play(env, task, policy, seed, context_chars)
     try:
         await play.run()
     except InfrastructureError as error:
@@ -83,18 +104,19 @@ async def run_episodes(
     policy: Policy,
     concurrency: int = 64,
     on_done: Callable[[Rollout], None] | None = None,
+    context_chars: int | None = None,
 ) -> list[Rollout]:
     """Play every job, `concurrency` at a time; return the rollouts in the order of the jobs.
 
     `on_done` is called after each episode, in the order in which they end. Jobs are taken from the
-    iterable only as episodes begin.
+    iterable only as episodes begin. `context_chars` is that of `run_episode`.
     """
     numbered = enumerate(jobs)
     done: dict[int, Rollout] = {}
 
     async def play_jobs() -> None:
         for index, (task, seed) in numbered:
-            done[index] = await run_episode(env, task, policy, seed)
+            done[index] = await run_episode(env, task, policy, seed, context_chars)
             if on_done is not None:
                 on_done(done[index])
 
@@ -110,25 +132,35 @@ async def run_episodes(
 class _Play:
     """One episode in progress."""
 
-    def __init__(self, env: AsyncEnvironment, task: PublicTask, policy: Policy, seed: int) -> None:
+    def __init__(
+        self,
+        env: AsyncEnvironment,
+        task: PublicTask,
+        policy: Policy,
+        seed: int,
+        context_chars: int | None,
+    ) -> None:
         self.env = env
         self.task = task
         self.policy = policy
         self.seed = seed
+        self.context_chars = context_chars
         self.session: Session | None = None
         self.spoiled = ""
         self.episode_id = ""
-        self.messages: list[Message] = []
+        self.messages: list[Message] = []  # as they were said
+        self.context: list[Message] = []  # as the policy sees them
         self.turns = 0
         self.finished: Finished | None = None
 
     async def run(self) -> None:
         """Play to the end and fetch the verdict. Raises `InfrastructureError`."""
-        started = await self.env.start(self.task.task_id, self.seed)
+        started = await self.env.start(self.task.task_id, self.seed, self.context_chars)
         self.episode_id = started.episode_id
-        self.messages += started.messages
+        self._add(started.messages)
         self.session = self.policy.begin(self.task, self.seed, started.messages, started.tools)
         try:
+            self._check_can_compact(self.session)
             await self._play(self.session, started.messages)
             self.finished = await self.env.finish(self.episode_id)
         except RequestRefused as error:
@@ -141,6 +173,8 @@ class _Play:
             stepped = await self._step(content)
             if stepped.terminated or stepped.truncated:
                 return
+            if stepped.compacted:
+                self._compact(session, stepped)
             new = stepped.messages
 
     async def abandon(self) -> None:
@@ -153,10 +187,28 @@ class _Play:
 
     async def _step(self, content: str) -> Stepped:
         self.turns += 1
-        self.messages.append(Message(role="assistant", content=content))
+        self._add([Message(role="assistant", content=content)])
         stepped = await self.env.step(self.episode_id, self.turns, content)
-        self.messages += stepped.messages
+        self._add(stepped.messages)
         return stepped
+
+    def _add(self, messages: Sequence[Message]) -> None:
+        self.messages += messages
+        self.context += messages
+
+    def _check_can_compact(self, session: Session) -> None:
+        if self.context_chars is not None and not isinstance(session, CompactingSession):
+            raise TypeError(
+                f"policy {self.policy.name}: its sessions have no compact(), "
+                "which context_chars needs"
+            )
+
+    def _compact(self, session: Session, stepped: Stepped) -> None:
+        assert isinstance(session, CompactingSession)
+        for change in stepped.compacted:
+            role = self.context[change.index].role
+            self.context[change.index] = Message(role=role, content=change.content)
+        session.compact(self.context[: len(self.context) - len(stepped.messages)])
 
     def trajectory(self) -> Trajectory:
         """Return the record of what happened so far."""

@@ -147,12 +147,31 @@ def write_jsonl(path: str | os.PathLike[str], records: Iterable[Record]) -> int:
 
 
 def read_jsonl(path: str | os.PathLike[str], kind: type[R]) -> Iterator[R]:
-    """Yield the records of a JSON Lines file; `RecordError` names the first bad line and field."""
+    """Yield the records of a JSON Lines file, in which lines may be blank.
+
+    `RecordError` names the first bad line and field.
+    """
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
+            if line.isspace():
+                continue
             try:
                 yield kind.model_validate_json(line)
             except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(str(part) for part in first["loc"]) or "record"
-                raise RecordError(f"{path}:{number}: {where}: {first['msg']}") from None
+                problem = first_problem(error, "record")
+                raise RecordError(f"{path}:{number}: {problem}") from None
+
+
+def read_tasks(path: str | os.PathLike[str]) -> list[Task]:
+    """Return the tasks of a file that must hold some. Raises `RecordError`."""
+    tasks = list(read_jsonl(path, Task))
+    if not tasks:
+        raise RecordError(f"{path}: no tasks; it must hold one a line")
+    return tasks
+
+
+def first_problem(error: ValidationError, whole: str) -> str:
+    """Return the first field that is wrong, and how; `whole` is all of them together."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or whole
+    return f"{where}: {first['msg'].removeprefix('Value error, ')}"

@@ -15,7 +15,7 @@ from pathlib import Path
 import apsw
 
 from hsql_env.records import Database
-from hsql_env.sandbox.backend import is_server
+from hsql_env.sandbox.backend import is_server, unknown_scheme
 from hsql_env.sandbox.open import open_readonly
 
 SUFFIXES = frozenset({".sqlite", ".sqlite3", ".db"})
@@ -70,6 +70,7 @@ def check_databases(records: Iterable[Database]) -> None:
     """
     paths: dict[str, set[str]] = {}
     for record in records:
+        _check_scheme(record.path)
         if not is_server(record.path):
             paths.setdefault(record.path, set()).add(record.sha256)
     problems = []
@@ -79,6 +80,12 @@ def check_databases(records: Iterable[Database]) -> None:
         except DatabaseError as error:
             problems.append(str(error))
     _raise_first(problems, len(paths))
+
+
+def _check_scheme(locator: str) -> None:
+    problem = unknown_scheme(locator)
+    if problem:
+        raise DatabaseError(problem)
 
 
 def _check_snapshot(file: Path, digests: set[str]) -> None:
@@ -109,6 +116,7 @@ def open_database(path: str | os.PathLike[str], database_id: str | None = None) 
 
     Raises `DatabaseError` for a file that is missing, not SQLite, truncated, corrupt or in use.
     """
+    _check_scheme(os.fspath(path))
     file = Path(path)
     header = _read_header(file)
     _check_size(file, header)

@@ -13,26 +13,29 @@ from typing import Any
 
 import pytest
 from conftest import build_database, make_task
+from test_compact import WIDE
 
 from hsql_env.cli import main
 from hsql_env.commands.play import Quit, Say, ToolCall, read_line
 from hsql_env.harness import parse_turn
 from hsql_env.harness.tools import tool_call_text
-from hsql_env.records import Database, write_jsonl
+from hsql_env.records import Database, RecordError, read_tasks, write_jsonl
 from hsql_env.registry import open_database
 
 ORACLE = "SELECT sum(1) FROM city"
 
 
-def run_command(*arguments: str, typed: str = "") -> subprocess.CompletedProcess[str]:
-    """Run `hsql-env` with this standard input and return what it said."""
+def run_command(
+    *arguments: str, typed: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `hsql-env` with this standard input and environment and return what it said."""
     return subprocess.run(
         [sys.executable, "-m", "hsql_env", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
         input=typed,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables},
     )
 
 
@@ -131,6 +134,17 @@ def test_the_turn_budget_ends_the_game(files: list[str]) -> None:
     assert "broken (budget x1, no_submit x1)" in said.stdout
 
 
+def test_a_person_may_play_with_a_short_context(files: list[str]) -> None:
+    typed = "".join(f"exec {WIDE.format(turn)}\n" for turn in range(2))
+    said = run_here("play", *files, "--context-chars", "5000", typed=typed)
+    shown = said.stdout.partition("message 3 is now:\n")[2]
+    assert shown.startswith("0 | wide\n[note: compacted, ")
+    assert said.stdout.count("is now:") == 1
+    refused = run_here("play", *files, "--context-chars", "3999")
+    message = "hsql-env: --context-chars must be at least 4000, not 3999\n"
+    assert (refused.returncode, refused.stderr) == (1, message)
+
+
 def test_a_database_that_changed_is_not_played(files: list[str], tmp_path: Path) -> None:
     path = build_database(tmp_path / "city.sqlite", "CREATE TABLE city (id)")
     write_jsonl(tmp_path / "d.jsonl", [open_database(path)])
@@ -158,6 +172,53 @@ def test_data_cannot_control_the_terminal(files: list[str]) -> None:
     assert "\x1b" not in said.stdout
 
 
+ASCII = {"LANG": "C", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+
+
+def test_a_terminal_without_other_letters(files: list[str], city_path: str) -> None:
+    typed = "exec SELECT name FROM city WHERE id = 3\nsubmit SELECT 3\n"
+    said = run_command("play", *files, typed=typed, **ASCII)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert "name\nBod\\xf8\n(1 row)\n" in said.stdout
+    assert said.stdout.endswith("reward    1\n")
+    sql = "SELECT name FROM city WHERE id = 3"
+    reply = run_command("exec", "--database", city_path, sql, **ASCII)
+    assert strict_json(reply.stdout)["rows"] == [["Bodø"]]
+    wrong = run_command("play", *files, typed="exec SELECT 'ø'\n", **ASCII)
+    message = "hsql-env: standard input is not ascii; say what it is in PYTHONIOENCODING\n"
+    assert (wrong.returncode, wrong.stderr) == (1, message)
+
+
+@pytest.mark.parametrize("command", ["play", "exec"])
+def test_a_reader_that_leaves_ends_it_quietly(
+    files: list[str], city_path: str, command: str
+) -> None:
+    options = files if command == "play" else ["--database", city_path, "SELECT 1"]
+    receiving, sending = os.pipe()
+    os.close(receiving)
+    with open(sending, "wb") as closed:
+        said = subprocess.run(
+            [sys.executable, "-m", "hsql_env", command, *options],
+            stdin=subprocess.DEVNULL,
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+    assert (said.returncode, said.stderr) == (141, b"")
+
+
+def test_blank_lines_of_a_file_are_skipped(files: list[str], tmp_path: Path) -> None:
+    spaced = tmp_path / "tasks.jsonl"
+    spaced.write_text("\n" + Path(files[1]).read_text().replace("\n", "\n \r\n") + "\n")
+    tasks = read_tasks(spaced)
+    assert tasks == read_tasks(files[1])
+    assert [task.public.task_id for task in tasks] == ["t1", "t2", "broken"]
+    spaced.write_text("\n{\n")
+    with pytest.raises(RecordError, match=r"tasks.jsonl:2: record: Invalid JSON"):
+        read_tasks(spaced)
+
+
 def test_play_names_what_is_wrong(files: list[str], tmp_path: Path) -> None:
     said = run_here("play", *files, "--task-id", "t9")
     assert (said.returncode, said.stdout) == (1, "")
@@ -165,7 +226,9 @@ def test_play_names_what_is_wrong(files: list[str], tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     none = run_here("play", "--tasks", str(empty), *files[2:])
-    assert none.stderr == f"hsql-env: {empty}: no tasks\n"
+    assert none.stderr == f"hsql-env: {empty}: no tasks; it must hold one a line\n"
+    served = run_here("serve", "--tasks", str(empty), *files[2:])
+    assert (served.returncode, served.stderr) == (1, none.stderr)
     lost = run_here("play", *files[:2], "--databases", str(empty))
     assert lost.stderr == f"hsql-env: {empty}: no database city, which the task needs\n"
 
@@ -260,12 +323,16 @@ def test_exec_refuses_and_fails(
 
 @pytest.mark.parametrize("command", ["exec", "inspect"])
 def test_a_bad_database_is_one_line(command: str, tmp_path: Path) -> None:
-    def said(path: Path) -> str:
+    def said(path: Path | str) -> str:
         place = ["--database", str(path), "SELECT 1"] if command == "exec" else [str(path)]
         outcome = run_here(command, *place)
         assert (outcome.returncode, outcome.stdout) == (1, "")
         return outcome.stderr
 
+    assert said("mysql://root:secret@host/shop") == (
+        "hsql-env: mysql://: no such kind of database; name a SQLite file, or one of "
+        "postgresql://, postgres://, bigquery://\n"
+    )
     gone, text = tmp_path / "gone.sqlite", tmp_path / "x.sqlite"
     text.write_text("hello")
     assert said(gone) == f"hsql-env: {gone}: No such file or directory\n"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import call, make_task
+from test_compact import WIDE
 
 from hsql_env.driver import Job, Rollout, run_episode, run_episodes
 from hsql_env.harness import InfrastructureError
@@ -167,6 +168,73 @@ def test_a_fault_in_the_policy_is_raised(url: str) -> None:
     with pytest.raises(KeyError, match="bug"):
         asyncio.run(run([(task(1), 0), (task(2), 0)]))
     assert [session.closed for session in policy.sessions] == [1, 1]
+
+
+class CompactingScript(Script):
+    """Keeps the conversation as a model's session would."""
+
+    def begin(self, *start: Any) -> ScriptSession:
+        self.sessions.append(CompactingScriptSession(self._act))
+        return self.sessions[-1]
+
+
+class CompactingScriptSession(ScriptSession):
+    def __init__(self, act: Act) -> None:
+        super().__init__(act)
+        self.context: list[Message] = []
+        self.sizes: list[int] = []
+        self.compactions = 0
+
+    def compact(self, messages: Sequence[Message]) -> None:
+        assert [message.role for message in messages] == [m.role for m in self.context]
+        self.context = list(messages)
+        self.compactions += 1
+
+    async def act(self, new_messages: Sequence[Message]) -> str | None:
+        self.context += new_messages
+        self.sizes.append(sum(len(message.content) for message in self.context))
+        content = await super().act(new_messages)
+        self.context.append(Message(role="assistant", content=content or ""))
+        return content
+
+
+def look_around(turn: int, new: Sequence[Message]) -> str | None:
+    """Ask for much, turn after turn, then submit."""
+    done = turn == 9
+    return call("sql_submit", query=COUNT) if done else call("sql_exec", query=WIDE.format(turn))
+
+
+def test_a_policys_context_is_compacted(url: str) -> None:
+    policy = CompactingScript(look_around)
+
+    async def run() -> Rollout:
+        async with AsyncEnvironment(url) as env:
+            (rollout,) = await run_episodes(env, [(task(1), 5)], policy, context_chars=9_000)
+            return rollout
+
+    trajectory = asyncio.run(run()).trajectory
+    (session,) = policy.sessions
+    assert isinstance(session, CompactingScriptSession)
+    assert max(session.sizes) <= 9_000
+    assert session.compactions == trajectory.verdict.activations["compaction"] == 3
+    assert trajectory.verdict.result_ok
+    said = [message.content for message in trajectory.messages[:-1]]  # all but ACCEPTED
+    seen = [message.content for message in session.context]
+    shorter = [i for i, pair in enumerate(zip(said, seen, strict=True)) if pair[0] != pair[1]]
+    assert shorter == [3, 5, 7, 9, 11, 13, 15]
+    for place in shorter:
+        head, _, note = seen[place].rpartition("\n")
+        assert said[place].startswith(head)
+        assert note.startswith("[note: compacted, ")
+
+
+def test_a_policy_that_cannot_compact_is_refused(url: str) -> None:
+    async def run() -> Rollout:
+        async with AsyncEnvironment(url) as env:
+            return await run_episode(env, task(1), Script(solve), context_chars=9_000)
+
+    with pytest.raises(TypeError, match=r"policy script: its sessions have no compact\(\)"):
+        asyncio.run(run())
 
 
 def test_unknown_task_is_raised(url: str) -> None:

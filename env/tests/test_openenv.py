@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 from conftest import build_database, call, make_task
+from test_compact import WIDE
 from test_sandbox import wait_until_dead
 
 from hsql_env.harness import TOOLS
@@ -127,6 +128,7 @@ def test_an_episode_in_a_session(url: str) -> None:
                 "task_id": "t1",
                 "messages": [{"role": "tool", "content": "count(*)\n3\n(1 row)"}],
                 "tools": [],
+                "compacted": [],
                 "truncated": False,
                 "verdict": None,
             },
@@ -164,6 +166,23 @@ def test_a_budget_ends_the_episode(url: str) -> None:
     converse(url, talk)
 
 
+def test_a_session_may_ask_for_compaction(url: str) -> None:
+    async def talk(ask: Ask) -> None:
+        await ask("reset", {"task_id": "t0", "context_chars": 5_000})
+        seen = []
+        for turn in range(2):
+            data = {"tool": "sql_exec", "arguments": {"query": WIDE.format(turn)}}
+            seen.append((await ask("step", data))["data"]["observation"])
+        assert seen[0]["compacted"] == []
+        (change,) = seen[1]["compacted"]
+        assert change["index"] == 3
+        head, _, note = change["content"].rpartition("\n")
+        assert seen[0]["messages"][0]["content"].startswith(head)
+        assert note.startswith("[note: compacted, ")
+
+    converse(url, talk)
+
+
 def test_a_failure_of_the_harness_is_no_reward(url: str) -> None:
     async def talk(ask: Ask) -> None:
         await ask("reset", {"task_id": "broken"})
@@ -197,6 +216,8 @@ def test_tasks_are_chosen_by_seed_or_in_turn(url: str) -> None:
     [
         ("{", "INVALID_JSON", "a message must be a JSON text"),
         ("[" * 100_000, "INVALID_JSON", "a message must be a JSON text"),
+        ('{"type": "reset", "data": {"context_chars": 10}}', "VALIDATION_ERROR",
+         "context_chars: Input should be greater than or equal to 4000"),
         ("[]", "VALIDATION_ERROR", "a message is an object with type and data"),
         ('{"type": "step", "data": 3}', "VALIDATION_ERROR",
          "a message is an object with type and data"),
@@ -204,9 +225,9 @@ def test_tasks_are_chosen_by_seed_or_in_turn(url: str) -> None:
         ('{"type": "step", "data": {"content": "x"}}', "SESSION_ERROR",
          "no episode is in progress; reset first"),
         ('{"type": "step", "data": {}}', "VALIDATION_ERROR",
-         "action: Value error, an action has either content or tool"),
+         "action: an action has either content or tool"),
         ('{"type": "step", "data": {"content": "x", "tool": "y"}}', "VALIDATION_ERROR",
-         "action: Value error, an action has either content or tool"),
+         "action: an action has either content or tool"),
         ('{"type": "step", "data": {"text": "x"}}', "VALIDATION_ERROR",
          "text: Extra inputs are not permitted"),
         ('{"type": "reset", "data": {"seed": -1}}', "VALIDATION_ERROR",
@@ -378,13 +399,45 @@ def test_the_adapter_starts_the_service_and_ends_it(files: tuple[str, str]) -> N
             assert reply["data"]["reward"] == 1.0
 
         converse(url, talk)
-        children = [
-            int(child)
-            for path in Path(f"/proc/{pid}/task").glob("*/children")
-            for child in path.read_text().split()
-        ]
+        children = children_of(pid)
         assert len(children) == 1
     assert wait_until_dead(children)
+
+
+def test_the_end_of_the_service_it_started_is_the_adapters(files: tuple[str, str]) -> None:
+    command = [sys.executable, "-m", "hsql_env", "openenv", "--port", "0", "--tasks", files[0]]
+    command += ["--databases", files[1], "--workers", "1"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+        assert process.stdout is not None
+        json.loads(process.stdout.readline())
+        (child,) = children_of(process.pid)
+        os.kill(child, signal.SIGKILL)
+        rest, complaint = process.communicate(timeout=20)
+    assert (process.returncode, rest) == (1, "")
+    assert complaint == "hsql-env: the service died (exit code -9): it said nothing\n"
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the process ids of a process's children."""
+    return [
+        int(child)
+        for path in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in path.read_text().split()
+    ]
+
+
+def test_a_running_service_must_answer(files: tuple[str, str]) -> None:
+    for address, reason in (
+        ("http://127.0.0.1:9", "no answer from http://127.0.0.1:9: Cannot connect to host"),
+        ("nowhere", "no answer from nowhere: nowhere/healthz"),
+    ):
+        said = run_openenv("--tasks", files[0], "--port", "0", "--service", address)
+        assert (said.returncode, said.stdout) == (1, "")
+        start = f"hsql-env: --service is not the address of a running environment service: {reason}"
+        assert said.stderr.startswith(start)
+        assert said.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

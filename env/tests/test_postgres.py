@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pwd
+import select
 import shutil
 import signal
 import socket
@@ -23,7 +24,7 @@ from typing import Any
 import pytest
 from conftest import call, make_task
 
-from hsql_env.harness import Episode
+from hsql_env.harness import Episode, Verifier
 from hsql_env.records import Database
 from hsql_env.sandbox import Execution, Failure, Limits, SandboxPool
 
@@ -532,13 +533,51 @@ def test_a_server_that_is_not_there(own_pool: SandboxPool, server: Server) -> No
     assert failure(bad) == ("infrastructure", "the database's locator is not a valid address")
 
 
-def test_a_server_that_takes_connections_and_says_nothing(own_pool: SandboxPool) -> None:
+@pytest.mark.parametrize(("wall_s", "least", "most"), [(8.0, 2.0, 6.0), (0.5, 0.4, 0.5)])
+def test_a_server_that_takes_connections_and_says_nothing(
+    own_pool: SandboxPool, wall_s: float, least: float, most: float
+) -> None:
     """It is no fault of the query, whose limit has not come."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"postgresql://reader@127.0.0.1:{silent.getsockname()[1]}/shop"
-        execution = own_pool.execute(address, "SELECT 1", Limits(wall_s=8))
+        execution = own_pool.execute(address, "SELECT 1", Limits(wall_s=wall_s))
     assert failure(execution) == ("infrastructure", "the database server cannot be reached")
-    assert 2 < execution.elapsed_s < 6
+    assert least < execution.elapsed_s < most
+
+
+def forward_late(listener: socket.socket, target: Path, seconds: float) -> None:
+    """Hand one client on to a server's Unix socket, after some seconds."""
+    client, _ = listener.accept()
+    time.sleep(seconds)
+    with client, socket.socket(socket.AF_UNIX) as server:
+        server.connect(str(target))
+        ends = {client: server, server: client}
+        while True:
+            for source in select.select(list(ends), [], [])[0]:
+                data = source.recv(65536)
+                if not data:
+                    return
+                ends[source].sendall(data)
+
+
+@pytest.mark.parametrize(
+    ("delay", "expected"),
+    [(0.6, None), (1.2, Failure("infrastructure", "the database server cannot be reached"))],
+)
+def test_a_slow_connection_is_not_the_statements_fault(
+    server: Server, delay: float, expected: Failure | None
+) -> None:
+    """Under a limit of 1 s, of which the answer to a command may take a third."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, SandboxPool(workers=1) as pool:
+        pool.execute(server.locator(), "SELECT 1")  # the worker runs
+        target = server.folder / ".s.PGSQL.5432"
+        thread = threading.Thread(target=forward_late, args=(listener, target, delay))
+        thread.start()
+        address = f"postgresql://reader@127.0.0.1:{listener.getsockname()[1]}/postgres"
+        execution = pool.execute(address + "?sslmode=disable", "SELECT 1", Limits(wall_s=1))
+        assert execution.failure == expected
+        pool.close()
+        thread.join()
 
 
 def authenticate_and_fall_silent(listener: socket.socket, kept: list[socket.socket]) -> None:
@@ -609,6 +648,22 @@ def test_an_episode_on_the_server(own_pool: SandboxPool, server: Server) -> None
     assert seen[2:] == ["count\n2\n(1 row)", "ACCEPTED"]
     verdict = episode.verdict()
     assert (verdict.reward, verdict.strict_ok) == (1.0, True)
+
+
+@pytest.mark.parametrize("key", ["name ~ '^B'", "name ~* '^b'", "nullif(id = 1, true) NULLS FIRST"])
+def test_rows_that_an_order_leaves_tied(own_pool: SandboxPool, server: Server, key: str) -> None:
+    """Oslo is first, and the others tied; as SQLite these keys cannot be read, or mean another."""
+    oracle = f"SELECT name FROM city ORDER BY {key}"
+    task = make_task(oracle, row_count=3, ordered=True).hidden
+    verifier = Verifier(own_pool)
+
+    def check(sql: str) -> bool:
+        return verifier.check(server.locator(), task, sql)
+
+    assert check(oracle)
+    assert check(f"{oracle}, name")
+    assert check(f"{oracle}, name DESC")
+    assert not check("SELECT name FROM city ORDER BY name = 'Oslo'")
 
 
 def test_files_and_servers_in_one_pool(

@@ -31,6 +31,13 @@ def file(tmp_path: Path) -> Path:
     return build_database(tmp_path / "city.sqlite", CITY_SQL)
 
 
+def test_an_unknown_kind_of_database_is_refused() -> None:
+    record = Database(database_id="shop", path="mysql://root:secret@host/shop", sha256="")
+    message = r"^mysql://: no such kind of database; .* postgresql://, postgres://, bigquery://$"
+    with pytest.raises(DatabaseError, match=message):
+        check_databases([record])
+
+
 def test_good_file(file: Path) -> None:
     database = open_database(file)
     assert database.database_id == "city"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -157,6 +158,29 @@ def test_an_odd_name_does_not_spoil_the_verdict(env: Environment) -> None:
     assert [(entry.tool, entry.outcome) for entry in finished.calls] == [("", "invalid")]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"turn": -1, "content": "x"}, "turn: Input should be greater than or equal to 1"),
+        ({"turn": 1, "content": 5}, "content: Input should be a valid string"),
+        ({"turn": 1}, "step: a turn has content or tool_calls"),
+        ({"turn": 1, "content": "\ud800"},
+         "step: its text holds half a character, which is not valid"),
+        ({"turn": 1, "tool_calls": [{"name": "x"}]}, "tool_calls.0.function: Field required"),
+        ({"turn": 1, "tool_calls": ["x"]},
+         "tool_calls.0: Input should be a valid dictionary or object to extract fields from"),
+    ],
+)  # fmt: skip
+def test_what_a_client_cannot_send(
+    env: Environment, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$") as raised:
+        env.step("any", **arguments)
+    assert type(raised.value) is ValueError
+    with pytest.raises(ValueError, match=r"^context_chars: Input should be greater than or equal"):
+        env.start("t1", context_chars=1)
+
+
 def test_clients_send_structured_tool_calls(env: Environment, service: ServiceProcess) -> None:
     """As the objects or the dicts that a chat completion's message holds."""
 
@@ -173,9 +197,6 @@ def test_clients_send_structured_tool_calls(env: Environment, service: ServicePr
     reply = env.step(episode_id, 1, "First:", both)
     assert [message.content[:8] for message in reply.messages] == ["city (ta", "count(*)"]
     assert env.step(episode_id, 1, "First:", both) == reply
-    for wrong in ([], [{"name": "sql_exec"}], ["sql_exec"]):
-        with pytest.raises(ValueError, match=r"validation errors? for Step"):
-            env.step(episode_id, 2, tool_calls=wrong)
 
     async def submit() -> bool:
         async with AsyncEnvironment(service.url) as other:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import asdict, dataclass
 
 import tyro
@@ -40,8 +41,14 @@ def run(command: Exec) -> int:
     limits = Limits(wall_s=command.seconds, rows=command.rows)
     with SandboxPool(workers=1) as pool:
         execution = pool.execute(locator, command.sql, limits, command.guard)
-    print(json.dumps(execution_json(execution), ensure_ascii=False, allow_nan=False))
+    print_json(execution_json(execution))
     return 0 if execution.ok else 1
+
+
+def print_json(value: object, indent: int | None = None) -> None:
+    """Print a value as JSON; where standard output is not Unicode, in ASCII."""
+    is_ascii = not (sys.stdout.encoding or "utf").lower().startswith("utf")
+    print(json.dumps(value, ensure_ascii=is_ascii, allow_nan=False, indent=indent))
 
 
 def execution_json(execution: Execution) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from hsql_env.commands import CommandError
-from hsql_env.commands.execute import cell_json
+from hsql_env.commands.execute import cell_json, print_json
 from hsql_env.harness.render import render_cell
 from hsql_env.registry import open_database
 from hsql_env.sandbox import SandboxPool
@@ -47,7 +46,7 @@ def run(command: Inspect) -> int:
         except CatalogError as error:
             raise CommandError(str(error)) from error
     if command.json:
-        print(json.dumps(catalog_json(catalog), ensure_ascii=False, allow_nan=False, indent=2))
+        print_json(catalog_json(catalog), indent=2)
     else:
         print_catalog(catalog)
     return 0

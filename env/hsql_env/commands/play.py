@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from hsql_env.commands import CommandError
 from hsql_env.harness import TOOLS, Episode, EpisodeConfig, InfrastructureError
+from hsql_env.harness.compact import LEAST_CONTEXT_CHARS
 from hsql_env.harness.tools import tool_call_text
-from hsql_env.records import Database, Task, Verdict, read_jsonl
+from hsql_env.records import Database, Task, Verdict, read_jsonl, read_tasks
 from hsql_env.registry import check_databases
 from hsql_env.sandbox import GuardProfile, SandboxPool
 
@@ -41,6 +42,8 @@ class Play:
     task_id: str = ""
     """The task to play; the file's first unless given."""
     max_turns: int = 24
+    context_chars: int | None = None
+    """Compact older observations beyond so many characters, as for a policy that asks for it."""
     guard: GuardProfile = "default"
 
 
@@ -68,12 +71,16 @@ def run(command: Play) -> int:
     """
     if command.max_turns < 1:
         raise CommandError(f"--max-turns must be at least 1, not {command.max_turns}")
-    task = choose_task(list(read_jsonl(command.tasks, Task)), command.task_id, command.tasks)
+    if command.context_chars is not None and command.context_chars < LEAST_CONTEXT_CHARS:
+        raise CommandError(
+            f"--context-chars must be at least {LEAST_CONTEXT_CHARS}, not {command.context_chars}"
+        )
+    task = choose_task(read_tasks(command.tasks), command.task_id, command.tasks)
     database = _find_database(command.databases, task.public.database_id)
     check_databases([database])
     config = EpisodeConfig(max_turns=command.max_turns, guard=command.guard)
     with SandboxPool(workers=1) as pool:
-        episode = Episode(task, database, pool, config)
+        episode = Episode(task, database, pool, config, context_chars=command.context_chars)
         _play(episode, task)
         verdict = episode.verdict()
     _print(describe_verdict(verdict))
@@ -85,8 +92,6 @@ def choose_task(tasks: Sequence[Task], task_id: str, source: Path) -> Task:
     for task in tasks:
         if task_id in ("", task.public.task_id):
             return task
-    if not tasks:
-        raise CommandError(f"{source}: no tasks")
     shown = ", ".join(task.public.task_id for task in tasks[:_SHOWN_IDS])
     more = f" and {len(tasks) - _SHOWN_IDS} more" if tasks[_SHOWN_IDS:] else ""
     raise CommandError(f"{source}: no task {task_id}; it holds {shown}{more}")
@@ -152,6 +157,8 @@ def _play(episode: Episode, task: Task) -> None:
             return
         for message in result.messages:
             _print(message.content)
+        for index, message in result.compacted:
+            _print(f"message {index} is now:\n{message.content}")
         if episode.over:
             return
 
@@ -167,6 +174,10 @@ def _lines(episode: Episode) -> Iterator[str]:
             if typed.strip():
                 yield typed
             return
+        except UnicodeDecodeError as error:
+            raise CommandError(
+                f"standard input is not {error.encoding}; say what it is in PYTHONIOENCODING"
+            ) from error
         if line.endswith("\\"):
             typed += line[:-1] + "\n"
             continue

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 
 from hsql_env.records import Message
 
+LEAST_CONTEXT_CHARS = 4_000  # in fewer, the prompt and a question leave no room to work
+
 _KEPT_CHARS = 160  # of a compacted observation: as a rule its header and first row
 _SHORT_CHARS = 300  # an observation of so many stays; a compacted one is shorter
 _TARGET = 0.7  # of the budget, so that one compaction lasts for some turns

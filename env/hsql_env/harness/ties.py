@@ -1,13 +1,13 @@
 """Which rows of an ordered query are ties: rows that its ORDER BY leaves in any order.
 
 The query is rewritten to return, as one more column, each row's rank under its own ORDER BY. The
-rank is SQLite's, so collations, expressions and aggregates count as they do in the query.
+rank is the database's, so collations, expressions and aggregates count as they do in the query.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import sqlglot
@@ -15,17 +15,28 @@ from sqlglot import exp
 from sqlglot.errors import SqlglotError
 
 from hsql_env.sandbox import Execution
+from hsql_env.sandbox.backend import Dialect
 
-_DIALECT = "sqlite"
+# The parser's names.
+_PARSED_AS: Mapping[Dialect, str] = {
+    "SQLite": "sqlite",
+    "PostgreSQL": "postgres",
+    "BigQuery": "bigquery",
+}
 
 
-def find_ties(oracle: Execution, sql: str, execute: Callable[[str], Execution]) -> tuple[int, ...]:
+def find_ties(
+    oracle: Execution,
+    sql: str,
+    execute: Callable[[str], Execution],
+    dialect: Dialect = "SQLite",
+) -> tuple[int, ...]:
     """Return one number a row of the oracle's result, which the rows of a tie share.
 
     Returns () where the ties cannot be known, or a LIMIT cuts one: then every row has its place.
     `execute` runs the query for the ranks; it should raise for a failure that is not the query's.
     """
-    query = with_rank(sql, len(oracle.columns))
+    query = with_rank(sql, len(oracle.columns), dialect)
     if query is None:
         return ()
     ranked = execute(query)
@@ -39,13 +50,14 @@ def find_ties(oracle: Execution, sql: str, execute: Callable[[str], Execution]) 
     return ranks if agree else ()
 
 
-def with_rank(sql: str, width: int) -> str | None:
+def with_rank(sql: str, width: int, dialect: Dialect = "SQLite") -> str | None:
     """Return the query of `width` columns with the rank of each row as one more column.
 
     None where it has no ORDER BY or one that cannot be read.
     """
+    language = _PARSED_AS[dialect]
     try:
-        tree = sqlglot.parse_one(sql, dialect=_DIALECT)
+        tree = sqlglot.parse_one(sql, dialect=language)
     except (SqlglotError, RecursionError):
         return None
     order = tree.args.get("order")
@@ -58,7 +70,9 @@ def with_rank(sql: str, width: int) -> str | None:
     window = exp.Window(
         this=exp.Anonymous(this="dense_rank"), order=exp.Order(expressions=terms), over="OVER"
     )
-    return _appended(tree, window) if plain else _wrapped(tree, window, width)
+    if plain:
+        return _appended(tree, window, language)
+    return _wrapped(tree, window, width, language)
 
 
 def _resolve(term: exp.Expr, selects: list[exp.Expr], plain: bool) -> exp.Expr | None:
@@ -93,21 +107,21 @@ def _place(key: exp.Expr, selects: list[exp.Expr]) -> int | None:
     return bare.index(key) if key in bare else None
 
 
-def _appended(tree: exp.Query, window: exp.Window) -> str:
+def _appended(tree: exp.Query, window: exp.Window, language: str) -> str:
     ranked = tree.copy()
     ranked.set("expressions", [*ranked.selects, window])
-    return ranked.sql(dialect=_DIALECT)
+    return ranked.sql(dialect=language)
 
 
-def _wrapped(tree: exp.Query, window: exp.Window, width: int) -> str:
+def _wrapped(tree: exp.Query, window: exp.Window, width: int, language: str) -> str:
     inner = tree.copy()
     limit, offset = inner.args.get("limit"), inner.args.get("offset")
     for part in ("order", "limit", "offset"):
         inner.set(part, None)
     names = ", ".join(f"c{place}" for place in range(width))
-    tail = "".join(f" {part.sql(dialect=_DIALECT)}" for part in (limit, offset) if part)
+    tail = "".join(f" {part.sql(dialect=language)}" for part in (limit, offset) if part)
     return (
-        f"WITH ranked({names}) AS ({inner.sql(dialect=_DIALECT)}) "
-        f"SELECT {names}, {window.sql(dialect=_DIALECT)} FROM ranked "
+        f"WITH ranked({names}) AS ({inner.sql(dialect=language)}) "
+        f"SELECT {names}, {window.sql(dialect=language)} FROM ranked "
         f"ORDER BY {width + 1}{tail}"
     )

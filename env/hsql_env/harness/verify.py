@@ -10,7 +10,7 @@ from hsql_env.compare import compare
 from hsql_env.harness.ties import find_ties
 from hsql_env.records import HiddenTask
 from hsql_env.sandbox import Execution, GuardProfile, Limits, SandboxPool
-from hsql_env.sandbox.backend import identity
+from hsql_env.sandbox.backend import dialect, identity
 from hsql_env.sandbox.open import FileIdentity
 
 _KNOWN_ORACLES = 4096
@@ -76,7 +76,9 @@ class Verifier:
             raise OracleError(f"the oracle of task {task.task_id} did not run: {reason}")
         ties: tuple[int, ...] = ()
         if task.ordered:
-            ties = find_ties(result, task.oracle_sql, lambda sql: self._rank(path, task, sql))
+            ties = find_ties(
+                result, task.oracle_sql, lambda sql: self._rank(path, task, sql), dialect(path)
+            )
         oracle = Oracle(result, ties)
         with self._lock:
             self._oracles[key] = oracle

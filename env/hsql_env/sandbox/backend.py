@@ -46,6 +46,15 @@ def is_server(locator: str) -> bool:
     return dialect(locator) != "SQLite"
 
 
+def unknown_scheme(locator: str) -> str:
+    """Return why a locator names no kind of database that there is, "" if it names one."""
+    scheme, found, _ = locator.partition("://")
+    if not found or "/" in scheme or is_server(locator):
+        return ""
+    known = ", ".join(_SCHEMES)
+    return f"{scheme}://: no such kind of database; name a SQLite file, or one of {known}"
+
+
 def identity(locator: str) -> FileIdentity:
     """Return what changes when the locator names another database.
 

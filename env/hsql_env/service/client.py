@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import aiohttp
 from pydantic import ValidationError
+from pydantic_core import PydanticSerializationError
 
 from hsql_env.harness.actions import InfrastructureError
+from hsql_env.records import first_problem
 from hsql_env.service.wire import (
     Finished,
     Health,
@@ -53,6 +55,7 @@ class AsyncEnvironment:
 
     Requests may be sent again safely: a step is identified by its turn. They are sent again when
     the connection failed, and when the service has no room for them, after the seconds it asks for.
+    Arguments that no request can hold, such as a turn below 1, raise `ValueError`.
     Every method raises `RequestRefused` for a request that the service refuses, which is never sent
     again, and `InfrastructureError` when the service or its sandbox failed, or did not answer in
     `timeout_s` seconds, all waits and attempts together.
@@ -96,7 +99,7 @@ class AsyncEnvironment:
 
     async def start(self, task_id: str, seed: int = 0, context_chars: int | None = None) -> Started:
         """Begin an episode of a task; beyond `context_chars` older observations are compacted."""
-        body = Start(task_id=task_id, seed=seed, context_chars=context_chars)
+        body = _body(Start, task_id=task_id, seed=seed, context_chars=context_chars)
         return await self._ask(Started, "POST", "/episodes", body)
 
     async def step(
@@ -108,11 +111,9 @@ class AsyncEnvironment:
     ) -> Stepped:
         """Send turn `turn`, counted from 1: the policy's raw text, its tool calls, or both.
 
-        `tool_calls` are those of an OpenAI chat completion, as objects or as dicts. Raises
-        `ValueError` for a turn with neither, or for what is no tool call.
+        `tool_calls` are those of an OpenAI chat completion, as objects or as dicts.
         """
-        said = {"turn": turn, "content": content, "tool_calls": tuple(tool_calls)}
-        body = Step.model_validate(said, from_attributes=True)
+        body = _body(Step, turn=turn, content=content, tool_calls=tuple(tool_calls))
         return await self._ask(Stepped, "POST", f"/episodes/{episode_id}/step", body)
 
     async def finish(self, episode_id: str) -> Finished:
@@ -129,8 +130,7 @@ class AsyncEnvironment:
             )
         return self._http
 
-    async def _ask(self, kind: type[M], method: str, path: str, body: Wire | None = None) -> M:
-        data = body.model_dump_json().encode() if body else None
+    async def _ask(self, kind: type[M], method: str, path: str, data: bytes | None = None) -> M:
         deadline = time.monotonic() + self._timeout_s
         failures = 0
         while True:
@@ -224,6 +224,17 @@ def _connector(url: str, connections: int) -> aiohttp.BaseConnector:
         path = url.removeprefix(_UNIX)
         return aiohttp.UnixConnector(path, limit=connections, keepalive_timeout=60.0)
     return aiohttp.TCPConnector(limit=connections, keepalive_timeout=60.0)
+
+
+def _body(kind: type[Wire], **said: Any) -> bytes:
+    """Return the body of a request. Raises `ValueError` naming the argument that is wrong."""
+    name = kind.__name__.lower()
+    try:
+        return kind.model_validate(said, from_attributes=True).model_dump_json().encode()
+    except ValidationError as error:
+        raise ValueError(first_problem(error, name)) from None
+    except PydanticSerializationError:
+        raise ValueError(f"{name}: its text holds half a character, which is not valid") from None
 
 
 def retry_after_seconds(header: str | None, now: float) -> float:

@@ -21,6 +21,7 @@ import signal
 import socket
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -29,14 +30,15 @@ from pydantic import Field, ValidationError, model_validator
 
 from hsql_env.harness.actions import InfrastructureError
 from hsql_env.harness.tools import tool_call_text
-from hsql_env.records import Message, Verdict
+from hsql_env.records import Message, Verdict, first_problem
 from hsql_env.service.client import AsyncEnvironment, RequestRefused
 from hsql_env.service.config import is_token
-from hsql_env.service.wire import Wire
+from hsql_env.service.wire import Compacted, ContextChars, Wire
 
 W = TypeVar("W", bound=Wire)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+_CHECK_SECONDS = 0.5
 _OPEN_PATH = "/health"  # a probe carries no token, and learns nothing
 
 
@@ -46,6 +48,7 @@ class Reset(Wire):
     task_id: str | None = None
     seed: int | None = Field(default=None, ge=0)
     episode_id: str | None = Field(default=None, max_length=255)  # the client's name for it
+    context_chars: ContextChars | None = None
 
 
 class Action(Wire):
@@ -79,6 +82,7 @@ class Observation(Wire):
     task_id: str
     messages: tuple[Message, ...]
     tools: list[dict[str, Any]] = Field(default_factory=list)
+    compacted: tuple[Compacted, ...] = ()  # for a session that asked for `context_chars`
     truncated: bool = False  # a budget ended the episode
     verdict: Verdict | None = None
 
@@ -153,7 +157,7 @@ class Session:
     async def _reset(self, asked: Reset) -> dict[str, Any]:
         await self.close()
         task_id = asked.task_id or self._tasks.pick(asked.seed)
-        started = await self._env.start(task_id, asked.seed or 0)
+        started = await self._env.start(task_id, asked.seed or 0, asked.context_chars)
         name = asked.episode_id or started.episode_id
         self._played = _Played(started.episode_id, State(episode_id=name, task_id=task_id))
         first = Observation(task_id=task_id, messages=started.messages, tools=started.tools)
@@ -172,6 +176,7 @@ class Session:
         seen = Observation(
             task_id=task_id,
             messages=stepped.messages,
+            compacted=stepped.compacted,
             truncated=stepped.truncated,
             verdict=verdict,
         )
@@ -268,12 +273,16 @@ def _bearer(header: bytes) -> bytes:
 
 
 async def serve(
-    env: AsyncEnvironment, task_ids: Sequence[str], listener: socket.socket, token: str | None
+    env: AsyncEnvironment,
+    task_ids: Sequence[str],
+    listener: socket.socket,
+    token: str | None,
+    check: Callable[[], None],
 ) -> None:
     """Serve sessions on the environment service behind `env` until SIGTERM or SIGINT.
 
     Sessions must bring the `token` if there is one. Prints one JSON line with the address when
-    ready.
+    ready. `check` is called every half second; what it raises ends the adapter.
     """
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -284,9 +293,16 @@ async def serve(
         try:
             await web.SockSite(runner, listener).start()
             print(json.dumps({"url": _address(runner), "pid": os.getpid()}), flush=True)
-            await stopped.wait()
+            await _until(stopped, check)
         finally:
             await runner.cleanup()
+
+
+async def _until(stopped: asyncio.Event, check: Callable[[], None]) -> None:
+    while not stopped.is_set():
+        check()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stopped.wait(), _CHECK_SECONDS)
 
 
 def _address(runner: web.AppRunner) -> str:
@@ -309,9 +325,8 @@ def _validated(kind: type[W], data: Mapping[str, Any]) -> W:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or kind.__name__.lower()
-        raise SessionError("VALIDATION_ERROR", f"{where}: {first['msg']}") from error
+        problem = first_problem(error, kind.__name__.lower())
+        raise SessionError("VALIDATION_ERROR", problem) from error
 
 
 def _observation(seen: Observation, reward: float | None, done: bool) -> dict[str, Any]:

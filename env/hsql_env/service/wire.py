@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from hsql_env.harness.compact import LEAST_CONTEXT_CHARS
 from hsql_env.harness.tools import tool_call_text, turn_text
 from hsql_env.records import Call, Message, Verdict
 
@@ -20,6 +21,8 @@ ProblemKind = Literal[
     "infrastructure",  # the service or its sandbox failed, nobody's mistake
 ]
 
+ContextChars = Annotated[int, Field(ge=LEAST_CONTEXT_CHARS)]  # of a context; compacted beyond it
+
 
 class Wire(BaseModel):
     """Base of all bodies: an unknown field is an error."""
@@ -32,7 +35,7 @@ class Start(Wire):
 
     task_id: str
     seed: int = 0
-    context_chars: int | None = Field(default=None, ge=4_000)  # compact beyond it; None: never
+    context_chars: ContextChars | None = None
 
 
 class Started(Wire):

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError
 
 from hsql_env.harness.tools import tool_call_text
-from hsql_env.records import Message, PublicTask, Record, Task
+from hsql_env.records import Message, PublicTask, Record, Task, first_problem
 
 ERROR = "Error:"  # how the observation of a failed execution begins
 LISTED = re.compile(r"^(.+) \((?:table|view)\b", re.MULTILINE)  # a line of sql_list_tables
@@ -142,11 +142,8 @@ def _blueprint(task: Task) -> Blueprint:
     try:
         return Blueprint.model_validate(task.hidden.blueprint)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ValueError(
-            f"task {task.public.task_id}: blueprint: {where}: {first['msg']}"
-        ) from None
+        problem = first_problem(error, "record")
+        raise ValueError(f"task {task.public.task_id}: blueprint: {problem}") from None
 
 
 def _plan(blueprint: Blueprint, rng: random.Random, error_rate: float, habits: Habits) -> _Plan:

@@ -6,7 +6,6 @@ taken as they arrive, so that a long result is never held.
 
 from __future__ import annotations
 
-import math
 import select
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
 _MIB = 1024 * 1024
 _ANSWER_SECONDS = 10.0  # for a connection, and for each of our own commands
+_CONNECT_SECONDS = 2.0  # that a connection may take at least, within a limit that has them
 _SPARE_SECONDS = 1.0  # before the caller is killed; a tenth of a shorter limit
 _CHECK_CLIENT_MS = 500  # how soon a server sees that a killed worker is gone
 _CHECK_CLIENT_SINCE = 140_000
@@ -77,6 +77,10 @@ class Deadline(NamedTuple):
         stop, end = now + wall_s - spare, now + wall_s - spare / 2
         return cls(stop, end, min(_ANSWER_SECONDS, wall_s / 3))
 
+    def connected_by(self) -> float:
+        """Return when a server that has not let us in counts as unreachable."""
+        return min(self.stop, time.monotonic() + max(self.patience_s, _CONNECT_SECONDS))
+
     def within(self, wall_s: float) -> Deadline:
         """Return the deadline of one statement of the request that begins now."""
         stop = min(self.stop, time.monotonic() + wall_s)
@@ -90,19 +94,27 @@ class Connection:
         """Connect. Raises `Failed`; its message names no host and no user."""
         pq = _libpq()
         self._status = pq.ExecStatus
-        conninfo = _conninfo(locator, math.ceil(deadline.patience_s))
-        self._connection: PGconn = pq.PGconn.connect(conninfo.encode())
+        conninfo = _conninfo(locator)
+        self._connection: PGconn = _connect(conninfo, deadline.connected_by())
         self._open = True
         if self._connection.status != pq.ConnStatus.OK:
             self.close()
             raise Failed("infrastructure", "the database server cannot be reached")
-        if self.query(_ROLE_IS_TOO_STRONG, Limits(), deadline).rows != (("false",),):
+        if self._is_too_strong(deadline):
             self.close()
             raise Failed(
                 "infrastructure",
                 "the database role is a superuser or may use the server's files; "
                 "connect as a role that may only read",
             )
+
+    def _is_too_strong(self, deadline: Deadline) -> bool:
+        try:
+            return self.query(_ROLE_IS_TOO_STRONG, Limits(), deadline).rows != (("false",),)
+        except Failed as error:
+            if error.failure.kind != "timeout":
+                raise
+            raise _too_slow() from error  # the statement, which has not begun, is not to blame
 
     def answers(self, deadline: Deadline) -> bool:
         """Return whether the server still answers; one that restarted does not."""
@@ -133,7 +145,7 @@ class Connection:
     def _begin(self, deadline: Deadline) -> str:
         left_ms = int(1000 * (deadline.stop - time.monotonic()))
         if left_ms < 1:  # a statement that has not begun is not to blame
-            raise Failed("infrastructure", "the database server answers too slowly")
+            raise _too_slow()
         commands = ["BEGIN TRANSACTION READ ONLY"]
         commands += [f"SET LOCAL statement_timeout = {left_ms}"]
         if self._connection.server_version >= _CHECK_CLIENT_SINCE:
@@ -245,7 +257,20 @@ def _libpq() -> Any:
     return pq
 
 
-def _conninfo(locator: str, connect_s: int) -> str:
+def _connect(conninfo: str, end: float) -> PGconn:
+    """Return a connection, or what it has come to by `end`, in monotonic seconds."""
+    pq = _libpq()
+    events = {pq.PollingStatus.READING: select.POLLIN, pq.PollingStatus.WRITING: select.POLLOUT}
+    connection: PGconn = pq.PGconn.connect_start(conninfo.encode())
+    while (event := events.get(connection.connect_poll())) is not None:
+        poller = select.poll()  # the socket is another one for every address that is tried
+        poller.register(connection.socket, event)
+        if not poller.poll(1000 * max(0.0, end - time.monotonic())):
+            break
+    return connection
+
+
+def _conninfo(locator: str) -> str:
     """Return the connection string with our settings after the locator's own options."""
     from psycopg import Error
     from psycopg.conninfo import conninfo_to_dict, make_conninfo
@@ -257,7 +282,6 @@ def _conninfo(locator: str, connect_s: int) -> str:
             locator,
             options=f"{options} {ours}".strip(),
             client_encoding="UTF8",
-            connect_timeout=connect_s,
             application_name="hsql-env",
         )
     except Error as error:
@@ -267,6 +291,10 @@ def _conninfo(locator: str, connect_s: int) -> str:
 def _columns(result: PGresult) -> tuple[str, ...]:
     names = (result.fname(place) or b"" for place in range(result.nfields))
     return tuple(name.decode(errors="replace") for name in names)
+
+
+def _too_slow() -> Failed:
+    return Failed("infrastructure", "the database server answers too slowly")
 
 
 def _too_large(limits: Limits) -> Failed:
