@@ -9,6 +9,7 @@ from typing import Any, Literal
 # What the backward pass computes again: nothing; all of a layer but its products with weights; all
 # of it, from its input; the same, with the inputs in host memory meanwhile.
 Remat = Literal["none", "products", "full", "offload"]
+AttentionName = Literal["auto", "blocks", "chunked", "cudnn", "splash"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class ModelConfig:
     dtype: str = "float32"  # activations and matrix products
     param_dtype: str = "float32"
     remat: Remat = "full"
+    attention: AttentionName = "auto"  # the backend of `hsql_jax.model.attention`
+    packed: bool = True  # training rows hold several examples; False: one each, as cudnn needs
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:

@@ -132,7 +132,16 @@ def forward(
         x = checkpoint_name(x, LAYER_INPUT)
         with jax.named_scope("attention"):
             q, k, v = project_qkv(x, weights, config, cos_sin)
-            x = x + project_out(attention(q, k, v, segment_ids_BT), weights)
+            mixed = attention(
+                q,
+                k,
+                v,
+                segment_ids_BT,
+                backend=config.attention,
+                packed=config.packed,
+                mesh=mesh,
+            )
+            x = x + project_out(mixed, weights)
         with jax.named_scope("mlp"):
             x = x + mlp(x, weights, config)
         return constrain(x, mesh, "batch", "time", None), None
