@@ -129,7 +129,7 @@ BIAS = "model.layers.0.self_attn.q_proj.bias"
         (edit_config(vocab_size=None), "config.json: no key 'vocab_size'"),
         (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
         (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
-        (lambda f: (f / TENSORS).unlink(), f"no {TENSORS} and no {INDEX}"),
+        (lambda f: (f / TENSORS).unlink(), f"no {TENSORS}, no {INDEX} and no model-"),
         (lambda f: (f / TENSORS).write_bytes(b"\0" * 20), f"{TENSORS}: cannot be read"),
     ],
 )
