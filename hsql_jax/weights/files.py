@@ -97,7 +97,10 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def write_tensors(
-    file: Path, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype, tensors: Iterable[np.ndarray]
+    file: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: np.dtype,
+    tensors: Iterable[np.ndarray],
 ) -> None:
     """Write a safetensors file, each tensor of `shapes` as it comes, and wait until it is on disk.
 

@@ -65,9 +65,7 @@ def load_hf(
     return config, jax.tree.unflatten(structure, arrays)
 
 
-def _check(
-    folder: Path, config: ModelConfig, flat: list[Leaf], stored: dict[str, Stored]
-) -> None:
+def _check(folder: Path, config: ModelConfig, flat: list[Leaf], stored: dict[str, Stored]) -> None:
     expected = {name: leaf.stored_shape for leaf in flat for name in leaf.names}
     ignored = {HEAD} if config.tied else set()  # some tied files repeat the embedding here
     for problem, names in {

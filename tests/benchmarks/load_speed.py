@@ -76,7 +76,9 @@ def child(kind: str, folder: Path) -> None:
         before, start = rss_anon(), time.perf_counter()
         _, params = load_hf(folder, mesh=mesh)
         jax.block_until_ready(params)
-        held = sum(s.data.nbytes for leaf in jax.tree.leaves(params) for s in leaf.addressable_shards)
+        held = sum(
+            s.data.nbytes for leaf in jax.tree.leaves(params) for s in leaf.addressable_shards
+        )
     print(json.dumps({"s": time.perf_counter() - start, "held": held, "before": before}))
 
 
