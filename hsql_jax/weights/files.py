@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -17,10 +17,10 @@ from hsql_jax.errors import UserError
 
 TENSORS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = "model-*.safetensors"
-DTYPES = {
+DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "BF16": jnp.dtype("bfloat16"),
     "F16": np.dtype(np.float16),
 }
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from hsql_jax.errors import UserError
 from hsql_jax.model import ModelConfig, param_specs
-from hsql_jax.model.qwen3 import ParamSpec, Params, is_spec
+from hsql_jax.model.qwen3 import Params, ParamSpec, is_spec
 from hsql_jax.weights.files import read_json
 
 EMBED = "model.embed_tokens.weight"

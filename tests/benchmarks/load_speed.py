@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from hsql_jax.model import ModelConfig
@@ -41,7 +41,7 @@ def write_checkpoint(folder: Path) -> None:
     rng = np.random.default_rng(0)
     flat = jax.tree.leaves(leaves(MODEL), is_leaf)
     shapes = {name: leaf.stored_shape for leaf in flat for name in leaf.names}
-    dtype = np.dtype(ml_dtypes.bfloat16)
+    dtype = jnp.dtype(MODEL.param_dtype)
     tensors = (rng.integers(0, 1 << 16, shape, np.uint16).view(dtype) for shape in shapes.values())
     write_tensors(folder / TENSORS, shapes, dtype, tensors)
     (folder / "config.json").write_text(json.dumps(hf_config(MODEL)))
