@@ -22,6 +22,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "layers": (),
+    "tokens": ("slice", "data", "fsdp", "context"),  # rows and time in one
 }
 
 
@@ -72,6 +73,12 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return jax.make_mesh(
         shape, names, axis_types=(AxisType.Auto,) * len(names), devices=devices[: config.devices]
     )
+
+
+def platform_of(mesh: Mesh | None) -> str:
+    """Where the computation will run: "cpu", "gpu" or "tpu"."""
+    name = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    return "gpu" if name == "cuda" else name
 
 
 def spec_of(axes: Sequence[str | None]) -> PartitionSpec:

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from hsql_jax.model.attention.base import MASKED, Backend, Case, on_mesh, platform_of
+from hsql_jax.model.attention.base import MASKED, Backend, Case, on_mesh
+from hsql_jax.sharding import platform_of
 
 BLOCK = 512  # queries and keys of a block: scores [X, G, 512, 512] are the most that is ever held
 CPU_BLOCK = 64  # what a core's cache holds; short segments also skip more blocks
