@@ -1,0 +1,190 @@
+"""What a compiled program moves, summed over its HLO text: collectives and memory traffic.
+
+XLA's own `cost_analysis` counts the body of a loop once. Here a loop counts as often as it runs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+
+# What a device sends of its operand of `b` bytes in a group of n, in the best ring algorithm.
+SENT: dict[str, Callable[[int], float]] = {
+    "all-gather": lambda n: n - 1,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1,
+}
+
+# Operations that touch no memory of their own: names for other values, and control flow.
+FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id "
+    "while conditional call async-start async-update async-done opt-barrier".split()
+)
+
+_INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{\s*$")
+_ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\](\{[^}]*\})?")
+_CALLED = re.compile(r"(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+class Op(NamedTuple):
+    """One instruction: `operands` are names, `rest` is all text behind its opening bracket."""
+
+    name: str
+    shape: str
+    kind: str
+    operands: tuple[str, ...]
+    rest: str
+    root: bool
+
+
+Computations = dict[str, dict[str, Op]]
+
+
+class Moved(NamedTuple):
+    """Collectives of one kind in one run of a program, on each device."""
+
+    count: float
+    bytes_sent: float
+
+
+class Traffic(NamedTuple):
+    """What one run of a program moves on each device."""
+
+    memory_bytes: float  # read and written by each operation, nothing kept in between
+    collectives: dict[str, Moved]
+
+
+def traffic(text: str, devices: int, unknown_trips: int = 1) -> Traffic:
+    """The sums over `compiled.as_text()`; a loop without a known count runs `unknown_trips` times.
+
+    All branches of a conditional are counted.
+    """
+    computations, entry = parse(text)
+    memory, sums = 0.0, dict.fromkeys(COLLECTIVES, Moved(0.0, 0.0))
+    for scope, op, times, fused in _walk(computations, entry, unknown_trips):
+        kind = op.kind.removesuffix("-start")
+        if kind in sums:
+            sent = SENT[kind](_group_size(op.rest, devices)) * _operand_bytes(scope, op)
+            sums[kind] = Moved(sums[kind].count + times, sums[kind].bytes_sent + times * sent)
+        if not fused:
+            memory += times * _memory_bytes(computations, scope, op)
+    return Traffic(memory, {kind: moved for kind, moved in sums.items() if moved.count})
+
+
+def parse(text: str) -> tuple[Computations, str]:
+    """The program's computations by name, and the name of its entry."""
+    computations: Computations = {}
+    entry, scope = "", {}
+    for line in text.splitlines():
+        if found := _INSTRUCTION.match(line):
+            root, name, shape, kind, rest = found.groups()
+            operands = tuple(re.findall(r"%([\w.-]+)", rest.split("), ", 1)[0]))
+            scope[name] = Op(name, shape, kind, operands, rest, bool(root))
+        elif found := _COMPUTATION.match(line):
+            scope = computations[found[2]] = {}
+            entry = found[2] if found[1] else entry
+    return computations, entry
+
+
+def _walk(
+    computations: Computations, entry: str, unknown_trips: int
+) -> Iterator[tuple[dict[str, Op], Op, float, bool]]:
+    """Every instruction that runs: its computation, itself, how often, and whether it is fused."""
+    stack = [(entry, 1.0, False)]
+    while stack:
+        name, times, fused = stack.pop()
+        scope = computations.get(name, {})
+        for op in scope.values():
+            yield scope, op, times, fused
+            if op.kind in ("reduce", "sort", "scatter", "map", "reduce-window", "select-and-scatter"):
+                continue  # applied to scalars
+            if op.kind.removesuffix("-start") in COLLECTIVES:
+                continue
+            inner = times
+            if op.kind == "while":
+                known = _TRIPS.search(op.rest)
+                inner *= int(known[1]) if known else unknown_trips
+            called = _CALLED.findall(op.rest)
+            for branches in _BRANCHES.findall(op.rest):
+                called += [branch.strip(" %") for branch in branches.split(",")]
+            stack += [(callee, inner, fused or op.kind == "fusion") for callee in called]
+
+
+def shape_bytes(shape: str) -> float:
+    """Bytes in the device's main memory; arrays that the compiler keeps in another space are 0."""
+    total = 0.0
+    for kind, bits, dims, layout in _ARRAY.findall(shape):
+        if not re.search(r"S\([1-9]", layout):
+            size = int(bits) / 8 if bits else float(kind == "pred")
+            total += size * math.prod(map(int, filter(None, dims.split(","))))
+    return total
+
+
+def _operand_bytes(scope: dict[str, Op], op: Op) -> float:
+    return sum(shape_bytes(scope[name].shape) for name in op.operands if name in scope)
+
+
+def _memory_bytes(computations: Computations, scope: dict[str, Op], op: Op) -> float:
+    """Read and written by one operation outside of fusions; slices count what they touch."""
+    if op.kind in FREE or op.kind.endswith("-done"):
+        return 0.0
+    if op.kind in ("dynamic-slice", "gather", "slice"):
+        return 2 * shape_bytes(op.shape)
+    if op.kind == "dynamic-update-slice":
+        return 2 * shape_bytes(scope[op.operands[1]].shape)
+    if op.kind != "fusion":
+        return shape_bytes(op.shape) + _operand_bytes(scope, op)
+    fused = computations.get(_CALLED.findall(op.rest)[0], {})
+    parameters = {
+        int(inner.rest.split(")", 1)[0]): inner.name
+        for inner in fused.values()
+        if inner.kind == "parameter"
+    }
+    read = sum(
+        min(shape_bytes(scope[name].shape), _touched(fused, parameters.get(index, "")))
+        for index, name in enumerate(op.operands)
+        if name in scope
+    )
+    root = next((inner for inner in fused.values() if inner.root), None)
+    updates = [inner for inner in fused.values() if inner.kind == "dynamic-update-slice"]
+    if root is not None and updates and root.kind in ("dynamic-update-slice", "tuple", "bitcast"):
+        written = sum(shape_bytes(fused[update.operands[1]].shape) for update in updates)
+        return read + min(written, shape_bytes(op.shape))
+    return read + shape_bytes(op.shape)
+
+
+def _touched(fused: dict[str, Op], name: str) -> float:
+    """Bytes of a fusion's parameter that are read: of the slices, where only slices are taken."""
+    total = 0.0
+    for user in fused.values():
+        if name not in user.operands:
+            continue
+        if user.kind in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
+            total += shape_bytes(user.shape)
+        elif user.kind == "bitcast":
+            total += _touched(fused, user.name)
+        elif not (user.kind == "dynamic-update-slice" and user.operands[0] == name):
+            return math.inf
+    return total
+
+
+def _group_size(rest: str, devices: int) -> int:
+    """Devices that take part in one collective, from each way in which HLO writes its groups."""
+    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", rest):
+        return int(found[2])
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])
+        return math.prod(int(part or sizes[name]) for name, part in axes)
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
+        return len(found[1].split(","))
+    return devices
