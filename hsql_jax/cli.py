@@ -45,7 +45,7 @@ VERBS: Mapping[str, Verb] = {
         {"--databases": "configs/demo.py:own_databases"},
     ),
     "compile": Verb(
-        "What a model needs on a machine that need not be there: memory, operations, traffic, time.",
+        "What a model needs on a machine that need not be there: memory, traffic, time.",
         "hsql_jax.compile",
         "configs/compile.py:tiny",
     ),

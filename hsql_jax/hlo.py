@@ -27,6 +27,8 @@ FREE = frozenset(
     "while conditional call async-start async-update async-done opt-barrier".split()
 )
 
+CALLERS = ("while", "conditional", "call", "fusion", "async-start")
+
 _INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\((.*)$")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{\s*$")
 _ARRAY = re.compile(r"([a-z]+)(\d*)\w*\[([\d,]*)\](\{[^}]*\})?")
@@ -52,7 +54,7 @@ Computations = dict[str, dict[str, Op]]
 class Moved(NamedTuple):
     """Collectives of one kind in one run of a program, on each device."""
 
-    count: float
+    times: float
     bytes_sent: float
 
 
@@ -70,14 +72,15 @@ def traffic(text: str, devices: int, unknown_trips: int = 1) -> Traffic:
     """
     computations, entry = parse(text)
     memory, sums = 0.0, dict.fromkeys(COLLECTIVES, Moved(0.0, 0.0))
-    for scope, op, times, fused in _walk(computations, entry, unknown_trips):
-        kind = op.kind.removesuffix("-start")
-        if kind in sums:
-            sent = SENT[kind](_group_size(op.rest, devices)) * _operand_bytes(scope, op)
-            sums[kind] = Moved(sums[kind].count + times, sums[kind].bytes_sent + times * sent)
+    for name, op, times, fused in _walk(computations, entry, unknown_trips):
+        scope = computations[name]
+        if kind := _collective(op, name):
+            size = _operand_bytes(scope, op, anywhere=True)
+            sent = SENT[kind](_group_size(op.rest, devices)) * size
+            sums[kind] = Moved(sums[kind].times + times, sums[kind].bytes_sent + times * sent)
         if not fused:
             memory += times * _memory_bytes(computations, scope, op)
-    return Traffic(memory, {kind: moved for kind, moved in sums.items() if moved.count})
+    return Traffic(memory, {kind: moved for kind, moved in sums.items() if moved.times})
 
 
 def parse(text: str) -> tuple[Computations, str]:
@@ -97,40 +100,57 @@ def parse(text: str) -> tuple[Computations, str]:
 
 def _walk(
     computations: Computations, entry: str, unknown_trips: int
-) -> Iterator[tuple[dict[str, Op], Op, float, bool]]:
+) -> Iterator[tuple[str, Op, float, bool]]:
     """Every instruction that runs: its computation, itself, how often, and whether it is fused."""
     stack = [(entry, 1.0, False)]
     while stack:
         name, times, fused = stack.pop()
-        scope = computations.get(name, {})
-        for op in scope.values():
-            yield scope, op, times, fused
-            if op.kind in ("reduce", "sort", "scatter", "map", "reduce-window", "select-and-scatter"):
-                continue  # applied to scalars
-            if op.kind.removesuffix("-start") in COLLECTIVES:
-                continue
+        for op in computations[name].values():
+            yield name, op, times, fused
+            if op.kind not in CALLERS:
+                continue  # the function of a reduction, applied to scalars
             inner = times
             if op.kind == "while":
-                known = _TRIPS.search(op.rest)
-                inner *= int(known[1]) if known else unknown_trips
+                inner *= _trips(computations, op) or unknown_trips
             called = _CALLED.findall(op.rest)
             for branches in _BRANCHES.findall(op.rest):
                 called += [branch.strip(" %") for branch in branches.split(",")]
             stack += [(callee, inner, fused or op.kind == "fusion") for callee in called]
 
 
-def shape_bytes(shape: str) -> float:
-    """Bytes in the device's main memory; arrays that the compiler keeps in another space are 0."""
+def _trips(computations: Computations, op: Op) -> int | None:
+    """How often a loop runs, where the compiler notes it or its condition is `i < constant`."""
+    if known := _TRIPS.search(op.rest):
+        return int(known[1])
+    condition = re.search(r"condition=%?([\w.-]+)", op.rest)
+    scope = computations[condition[1]] if condition else {}
+    root = next((inner for inner in scope.values() if inner.root), None)
+    if root is None or root.kind != "compare" or "direction=LT" not in root.rest:
+        return None
+    bound = scope[root.operands[1]]
+    return int(bound.rest.split(")", 1)[0]) if bound.kind == "constant" else None
+
+
+def _collective(op: Op, computation: str) -> str | None:
+    """The kind of a collective. To the TPU compiler a reduce-scatter is an all-reduce, sliced."""
+    kind = op.kind.removesuffix("-start")
+    if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+        return "reduce-scatter"
+    return kind if kind in COLLECTIVES else None
+
+
+def shape_bytes(shape: str, anywhere: bool = False) -> float:
+    """Bytes in the device's main memory; of arrays in the compiler's other spaces if `anywhere`."""
     total = 0.0
     for kind, bits, dims, layout in _ARRAY.findall(shape):
-        if not re.search(r"S\([1-9]", layout):
+        if anywhere or not re.search(r"S\([1-9]", layout):
             size = int(bits) / 8 if bits else float(kind == "pred")
             total += size * math.prod(map(int, filter(None, dims.split(","))))
     return total
 
 
-def _operand_bytes(scope: dict[str, Op], op: Op) -> float:
-    return sum(shape_bytes(scope[name].shape) for name in op.operands if name in scope)
+def _operand_bytes(scope: dict[str, Op], op: Op, anywhere: bool = False) -> float:
+    return sum(shape_bytes(scope[name].shape, anywhere) for name in op.operands if name in scope)
 
 
 def _memory_bytes(computations: Computations, scope: dict[str, Op], op: Op) -> float:

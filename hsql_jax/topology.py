@@ -26,9 +26,9 @@ class Chip(NamedTuple):
     links: float  # sent over all its links to neighbours together
 
 
-# TPU: cloud.google.com/tpu/docs (system architecture), with the memory that the compiler leaves to a
-# program. GPU: NVIDIA's data sheets of the SXM parts; NVLink in one direction. The CPU's figures are
-# nominal, for tests.
+# TPU: the system architecture pages of cloud.google.com/tpu/docs, with the memory that the compiler
+# leaves to a program. GPU: NVIDIA's data sheets of the SXM parts, NVLink in one direction. CPU:
+# nominal figures, for tests.
 CHIPS: dict[str, Chip] = {
     "v5e": Chip("tpu", 15.75 * GIB, 197e12, 819e9, 200e9),
     "v5p": Chip("tpu", 95.0 * GIB, 459e12, 2765e9, 600e9),
@@ -87,6 +87,8 @@ def find_topology(name: str) -> Topology:
 
 def _tpu(kind: str, sizes: list[int]) -> Sequence[Any]:
     # libtpu asks the cloud's metadata server and its hosts unless it is told what it would learn.
+    # No chip is taken: other processes may have the library open too.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", f"{kind}-{math.prod(sizes)}")
@@ -106,7 +108,7 @@ def _gpu(kind: str, sizes: list[int]) -> Sequence[Any]:
 def _cpu(_: str, sizes: list[int]) -> Sequence[Any]:
     jax.config.update("jax_platforms", "cpu")
     count = math.prod(sizes)
-    if jax.config.jax_num_cpu_devices < count:
+    if jax.config.jax_num_cpu_devices < count:  # type: ignore[attr-defined]
         jax.config.update("jax_num_cpu_devices", count)  # refused once the CPU is in use
     return jax.devices("cpu")[:count]
 
