@@ -167,6 +167,11 @@ def spec_of(axes: Sequence[str | None]) -> PartitionSpec:
     return PartitionSpec(*(RULES[axis] or None if axis else None for axis in axes))
 
 
+def shards(mesh: Mesh | None, axis: str) -> int:
+    """Over how many devices a logical axis is split."""
+    return math.prod(mesh.shape[name] for name in RULES[axis]) if mesh else 1
+
+
 def constrain(array: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
     """The array, laid out by its logical axes where there is a mesh."""
     if mesh is None:
@@ -177,7 +182,7 @@ def constrain(array: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Arr
 def layout(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> NamedSharding:
     """The sharding of such an array; `ValueError` names a dimension that does not divide."""
     for size, axis in zip(shape, axes, strict=True):
-        parts = math.prod(mesh.shape[name] for name in RULES[axis]) if axis else 1
+        parts = shards(mesh, axis) if axis else 1
         if size % parts:
             raise ValueError(
                 f"{axis} = {size} does not divide over {parts} devices of the mesh "

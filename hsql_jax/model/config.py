@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Remat = Literal["none", "full"]
+AttentionName = Literal["auto", "blocks", "chunked", "cudnn", "splash"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class ModelConfig:
     dtype: str = "float32"  # activations and matrix products
     param_dtype: str = "float32"
     remat: Remat = "full"  # what the backward pass recomputes: nothing, or each layer
+    attention: AttentionName = "auto"  # the backend of `hsql_jax.model.attention`
+    packed: bool = True  # training rows hold several examples; False: one each, as cudnn needs
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:

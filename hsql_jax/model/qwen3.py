@@ -118,7 +118,16 @@ def forward(
     def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
         with jax.named_scope("attention"):
             q, k, v = project_qkv(x, weights, config, cos_sin)
-            x = x + project_out(attention(q, k, v, segment_ids_BT), weights, x.dtype)
+            mixed = attention(
+                q,
+                k,
+                v,
+                segment_ids_BT,
+                backend=config.attention,
+                packed=config.packed,
+                mesh=mesh,
+            )
+            x = x + project_out(mixed, weights, x.dtype)
         with jax.named_scope("mlp"):
             x = x + mlp(x, weights, config)
         return constrain(x, mesh, "batch", "time", None), None

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention over packed rows.
+"""Unrolled blocks of queries over all keys that they may see: the fastest form for short rows.
 
 Shapes: B batch, T time, H query heads, K key/value heads, G = H/K, Q head size, n queries of a
 block, C keys that the block can see.
@@ -6,32 +6,56 @@ block, C keys that the block can see.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-MASKED = -1e30  # finite, so that a row with nothing to see gives a mean and never NaN
-MIN_BLOCK = 64  # query rows of a block; small blocks skip most of the masked half of the scores
-MAX_BLOCKS = 16  # blocks are unrolled, so long rows get larger ones
+from hsql_jax.model.attention.base import MASKED, Backend, Case, on_mesh
+
+BLOCK = 64  # query rows of a block; small blocks skip most of the masked half of the scores
+LONGEST = 512  # beyond, the chunked backend is as fast, and this one unrolls ever more blocks
 
 
-def attention(
-    q_BTHQ: jax.Array, k_BTKQ: jax.Array, v_BTKQ: jax.Array, segment_ids_BT: jax.Array
+def refuses(case: Case) -> str | None:
+    if case.context > 1:
+        return "it cannot split a row's time over devices"
+    if case.length > LONGEST:
+        return f"rows of {case.length} tokens are longer than {LONGEST}"
+    return None
+
+
+def run(
+    q_BTHQ: jax.Array,
+    k_BTKQ: jax.Array,
+    v_BTKQ: jax.Array,
+    segment_ids_BT: jax.Array,
+    mesh: Mesh | None,
 ) -> jax.Array:
     """Causal attention within segments; returns [B, T, H, Q].
 
-    A position sees itself and the earlier positions of its own segment. Query blocks are
-    recomputed in the backward pass, so no [T, T] score tensor is ever kept. Both products are
-    plain batched matrix products over B*K, the form that XLA compiles well everywhere.
+    Query blocks are recomputed in the backward pass, so no [T, T] score tensor is ever kept. Both
+    products are plain batched matrix products over B*K, the form that XLA compiles well everywhere.
     """
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, *_: Any) -> jax.Array:
+        return _attend(q, k, v, ids)
+
+    return on_mesh(local, mesh, q_BTHQ, k_BTKQ, v_BTKQ, segment_ids_BT)
+
+
+def _attend(
+    q_BTHQ: jax.Array, k_BTKQ: jax.Array, v_BTKQ: jax.Array, segment_ids_BT: jax.Array
+) -> jax.Array:
     B, T, H, Q = q_BTHQ.shape
     K = k_BTKQ.shape[2]
     q = q_BTHQ.transpose(0, 2, 1, 3).reshape(B * K, H // K, T, Q)
     k = k_BTKQ.transpose(0, 2, 3, 1).reshape(B * K, Q, T)
     v = v_BTKQ.transpose(0, 2, 1, 3).reshape(B * K, T, Q)
-    size = max(MIN_BLOCK, -(-T // MAX_BLOCKS))
     blocks = []
-    for start in range(0, T, size):
-        stop = min(start + size, T)
+    for start in range(0, T, BLOCK):
+        stop = min(start + BLOCK, T)
         rows, cols = jnp.arange(start, stop), jnp.arange(stop)
         same = segment_ids_BT[:, start:stop, None] == segment_ids_BT[:, None, :stop]
         visible = same & (rows[:, None] >= cols[None, :])
@@ -52,3 +76,6 @@ def _query_block(
     scores = scores.reshape(B, -1, n, C) * Q**-0.5 + bias_BnC[:, None]
     weights = jax.nn.softmax(scores, axis=-1).astype(v_XCQ.dtype).reshape(X, G * n, C)
     return jnp.matmul(weights, v_XCQ).reshape(X, G, n, Q)
+
+
+BLOCKS = Backend(refuses, run)
