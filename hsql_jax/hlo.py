@@ -66,9 +66,10 @@ class Traffic(NamedTuple):
 
 
 def traffic(text: str, devices: int, unknown_trips: int = 1) -> Traffic:
-    """The sums over `compiled.as_text()`; a loop without a known count runs `unknown_trips` times.
+    """The sums over `compiled.as_text()`, of one run.
 
-    All branches of a conditional are counted.
+    A loop without a known count runs `unknown_trips` times, and such a loop inside it once. All
+    branches of a conditional are counted.
     """
     computations, entry = parse(text)
     memory, sums = 0.0, dict.fromkeys(COLLECTIVES, Moved(0.0, 0.0))
@@ -102,20 +103,22 @@ def _walk(
     computations: Computations, entry: str, unknown_trips: int
 ) -> Iterator[tuple[str, Op, float, bool]]:
     """Every instruction that runs: its computation, itself, how often, and whether it is fused."""
-    stack = [(entry, 1.0, False)]
+    stack = [(entry, 1.0, unknown_trips, False)]
     while stack:
-        name, times, fused = stack.pop()
+        name, times, unknown, fused = stack.pop()
         for op in computations[name].values():
             yield name, op, times, fused
             if op.kind not in CALLERS:
                 continue  # the function of a reduction, applied to scalars
-            inner = times
+            inner, left = times, unknown
             if op.kind == "while":
-                inner *= _trips(computations, op) or unknown_trips
+                trips = _trips(computations, op)
+                inner, left = (times * trips, unknown) if trips else (times * unknown, 1)
             called = _CALLED.findall(op.rest)
             for branches in _BRANCHES.findall(op.rest):
                 called += [branch.strip(" %") for branch in branches.split(",")]
-            stack += [(callee, inner, fused or op.kind == "fusion") for callee in called]
+            fusion = fused or op.kind == "fusion"
+            stack += [(callee, inner, left, fusion) for callee in called]
 
 
 def _trips(computations: Computations, op: Op) -> int | None:
