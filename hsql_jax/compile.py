@@ -26,6 +26,7 @@ from hsql_jax.config import option
 from hsql_jax.data import Batch
 from hsql_jax.errors import UserError
 from hsql_jax.hlo import Traffic, traffic
+from hsql_jax.losses import CHUNK
 from hsql_jax.model import ModelConfig, init_params, param_shardings
 from hsql_jax.model.decode import Cache, LayerCache, Rows, decode, extend, init_cache
 from hsql_jax.objectives import resolve
@@ -40,6 +41,7 @@ from hsql_jax.sharding import (
     make_meshes,
     model_sizes,
     replicated,
+    shards,
 )
 from hsql_jax.topology import GIB, Topology, find_topology
 from hsql_jax.train import TrainState, make_train_step, state_shardings
@@ -86,7 +88,7 @@ class Program:
     keywords: dict[str, Any]
     classes: dict[str, Any]  # what of the arguments `memory` reports by name
     flops: float  # of one run, on all devices together
-    loops: int  # how often a loop runs whose count the compiler does not know
+    loops: tuple[int, ...]  # how often the loops run whose count is not in the program, inwards
 
 
 @dataclass(frozen=True)
@@ -250,14 +252,17 @@ def _train(name: str, config: CompileConfig, meshes: tuple[Mesh, Mesh]) -> Progr
     batch = Batch(**{name: jax.ShapeDtypeStruct(shape, kind) for name, kind in leaves.items()})
     batch = _placed(batch, batch_sharding(mesh))
     forward = forward_flops(model, config.rows, config.tokens, config.tokens / 2)
+    # The loss visits its tokens in chunks, as many as there are tokens with a loss: here all.
+    own = math.prod(shape[1:]) // (shards(mesh, "batch") * shards(mesh, "time"))
+    chunks = -(-own // CHUNK)
     return Program(
         devices=mesh.size,
         function=make_train_step(model, loss, tx, mesh),
         arguments=(state, batch),
         keywords={},
         classes={"parameters": state.params, "optimizer": state.opt_state, "batch": batch},
-        flops=forward * (3 if model.remat == "none" else 4),
-        loops=config.micro_batches,
+        flops=forward * (3 if model.remat in ("none", "products") else 4),
+        loops=(config.micro_batches, chunks),
     )
 
 
@@ -278,7 +283,7 @@ def _prefill(_: str, config: CompileConfig, meshes: tuple[Mesh, Mesh]) -> Progra
         keywords=arrays | _placed(shapes, replicated(mesh)) | {"used": engine.session_tokens},
         classes=classes,
         flops=forward_flops(config.model, engine.rows, engine.width, seen, heads=1),
-        loops=1,
+        loops=(),
     )
 
 
@@ -300,7 +305,7 @@ def _decode(_: str, config: CompileConfig, meshes: tuple[Mesh, Mesh]) -> Program
         keywords=arrays | _placed(shapes, replicated(mesh)) | static,
         classes=classes,
         flops=forward_flops(config.model, engine.rows, engine.chunk, engine.session_tokens),
-        loops=engine.chunk,
+        loops=(engine.chunk,),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -65,11 +65,11 @@ class Traffic(NamedTuple):
     collectives: dict[str, Moved]
 
 
-def traffic(text: str, devices: int, unknown_trips: int = 1) -> Traffic:
+def traffic(text: str, devices: int, unknown_trips: Sequence[int] = ()) -> Traffic:
     """The sums over `compiled.as_text()`, of one run.
 
-    A loop without a known count runs `unknown_trips` times, and such a loop inside it once. All
-    branches of a conditional are counted.
+    Loops without a known count run `unknown_trips` times, from the outermost in; deeper ones count
+    once. All branches of a conditional are counted.
     """
     computations, entry = parse(text)
     memory, sums = 0.0, dict.fromkeys(COLLECTIVES, Moved(0.0, 0.0))
@@ -100,10 +100,10 @@ def parse(text: str) -> tuple[Computations, str]:
 
 
 def _walk(
-    computations: Computations, entry: str, unknown_trips: int
+    computations: Computations, entry: str, unknown_trips: Sequence[int]
 ) -> Iterator[tuple[str, Op, float, bool]]:
     """Every instruction that runs: its computation, itself, how often, and whether it is fused."""
-    stack = [(entry, 1.0, unknown_trips, False)]
+    stack = [(entry, 1.0, [*unknown_trips], False)]
     while stack:
         name, times, unknown, fused = stack.pop()
         for op in computations[name].values():
@@ -113,7 +113,8 @@ def _walk(
             inner, left = times, unknown
             if op.kind == "while":
                 trips = _trips(computations, op)
-                inner, left = (times * trips, unknown) if trips else (times * unknown, 1)
+                inner *= trips or (unknown or [1])[0]
+                left = unknown if trips else unknown[1:]
             called = _CALLED.findall(op.rest)
             for branches in _BRANCHES.findall(op.rest):
                 called += [branch.strip(" %") for branch in branches.split(",")]

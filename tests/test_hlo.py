@@ -57,7 +57,7 @@ def test_the_text_of_the_tpu_compiler() -> None:
 
 def test_a_loop_of_unknown_length_runs_as_often_as_the_caller_says() -> None:
     text = TPU.replace("%bound = s32[]{:T(128)} constant(36)", "%bound = s32[] copy(%state.1)")
-    assert traffic(text, devices=4, unknown_trips=5).collectives["all-gather"].times == 5
+    assert traffic(text, devices=4, unknown_trips=[5]).collectives["all-gather"].times == 5
 
 
 @pytest.mark.parametrize(
