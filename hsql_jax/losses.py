@@ -18,6 +18,7 @@ from hsql_jax.sharding import RULES, spec_of
 
 CHUNK, BLOCK = 4096, 4096  # most tokens and columns whose logits exist at once on a device
 TOKENS, HIDDEN, HEAD = ("batch", "time"), ("batch", "time", None), ("embed", "vocab")
+INPUTS = HIDDEN, HEAD, TOKENS, TOKENS, ()  # the last one is the temperature
 
 Sums = tuple[jax.Array, jax.Array, jax.Array]  # log-probability, entropy, log-normaliser
 
@@ -25,7 +26,6 @@ Sums = tuple[jax.Array, jax.Array, jax.Array]  # log-probability, entropy, log-n
 class _Plan(NamedTuple):
     """What the forward and the backward pass share."""
 
-    temperature: float
     chunk: int
     block: int
     mesh: Mesh | None
@@ -54,7 +54,7 @@ def token_logprobs(
     targets_BT: jax.Array,
     mask_BT: jax.Array,
     *,
-    temperature: float = 1.0,
+    temperature: float | jax.Array = 1.0,
     chunk: int = CHUNK,
     block: int = BLOCK,
     mesh: Mesh | None = None,
@@ -69,42 +69,51 @@ def token_logprobs(
     none larger than [chunk, block] ever exist. The head is gathered and its gradient, summed in
     float32, reduced over the mesh block by block, each once.
     """
-    plan = _Plan(temperature, chunk, block, mesh)
-    logprobs, entropy, _ = _logprobs(plan, hidden_BTD, head_DV, targets_BT, mask_BT != 0)
+    plan = _Plan(chunk, block, mesh)
+    inputs = hidden_BTD, head_DV, targets_BT, mask_BT != 0, jnp.float32(temperature)
+    logprobs, entropy, _ = _logprobs(plan, *inputs)
     return logprobs, entropy
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _logprobs(
-    plan: _Plan, hidden: jax.Array, head: jax.Array, targets: jax.Array, used: jax.Array
+    plan: _Plan,
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    used: jax.Array,
+    temperature: jax.Array,
 ) -> Sums:
-    ins, outs = (HIDDEN, HEAD, TOKENS, TOKENS), (TOKENS, TOKENS, TOKENS)
-    sums: Sums = plan.run(_local_logprobs, ins, outs, hidden, head, targets, used)
+    outs = TOKENS, TOKENS, TOKENS
+    sums: Sums = plan.run(_local_logprobs, INPUTS, outs, hidden, head, targets, used, temperature)
     return sums
 
 
-def _forward(
-    plan: _Plan, hidden: jax.Array, head: jax.Array, targets: jax.Array, used: jax.Array
-) -> tuple[Sums, tuple[jax.Array, ...]]:
-    sums = _logprobs(plan, hidden, head, targets, used)
-    return sums, (hidden, head, targets, used, sums[2])
+def _forward(plan: _Plan, *inputs: jax.Array) -> tuple[Sums, tuple[jax.Array, ...]]:
+    sums = _logprobs(plan, *inputs)
+    return sums, (*inputs, sums[2])
 
 
 def _backward(
     plan: _Plan, saved: tuple[jax.Array, ...], cotangents: Sums
-) -> tuple[jax.Array, jax.Array, None, None]:
-    ins, outs = (HIDDEN, HEAD, TOKENS, TOKENS, TOKENS, TOKENS), (HIDDEN, HEAD)
+) -> tuple[jax.Array, jax.Array, None, None, None]:
+    ins, outs = (*INPUTS, TOKENS, TOKENS), (HIDDEN, HEAD)
     d_hidden, d_head = plan.run(_local_gradients, ins, outs, *saved, cotangents[0])
-    return d_hidden, d_head, None, None
+    return d_hidden, d_head, None, None, None
 
 
 _logprobs.defvjp(_forward, _backward)
 
 
 def _local_logprobs(
-    plan: _Plan, hidden: jax.Array, head: jax.Array, targets: jax.Array, used: jax.Array
+    plan: _Plan,
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    used: jax.Array,
+    temperature: jax.Array,
 ) -> Sums:
-    chunks, blocks = _Chunks(plan, used), _Blocks(plan, head, hidden.dtype)
+    chunks, blocks = _Chunks(plan, used), _Blocks(plan, head, hidden.dtype, temperature)
     rows, places = chunks.take(hidden), chunks.take(targets)
 
     def block_step(block: jax.Array, sums: Any) -> Any:
@@ -145,13 +154,14 @@ def _local_gradients(
     head: jax.Array,
     targets: jax.Array,
     used: jax.Array,
+    temperature: jax.Array,
     norms: jax.Array,
     cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """d logprob / d logits = (onehot - softmax) / temperature, one piece after the other."""
-    chunks, blocks = _Chunks(plan, used), _Blocks(plan, head, hidden.dtype)
+    chunks, blocks = _Chunks(plan, used), _Blocks(plan, head, hidden.dtype, temperature)
     rows, places, norms = (chunks.take(each) for each in (hidden, targets, norms))
-    scale = chunks.take(jnp.where(used, cotangent, 0.0) / plan.temperature)
+    scale = chunks.take(jnp.where(used, cotangent, 0.0) / temperature)
     width = hidden.shape[-1]
 
     def block_step(block: jax.Array, sums: Any) -> Any:
@@ -229,8 +239,8 @@ class _Chunks:
 class _Blocks:
     """One device's columns of the head in blocks of W; the last one may overlap the one before."""
 
-    def __init__(self, plan: _Plan, head: jax.Array, dtype: Any) -> None:
-        self._plan, self._head, self._dtype = plan, head, dtype
+    def __init__(self, plan: _Plan, head: jax.Array, dtype: Any, temperature: jax.Array) -> None:
+        self._plan, self._head, self._dtype, self._temperature = plan, head, dtype, temperature
         self._columns = head.shape[1]
         self._size = min(plan.block, self._columns)
         part = jax.lax.axis_index(plan.axes("vocab")) if plan.mesh else 0
@@ -252,7 +262,7 @@ class _Blocks:
 
     def logits(self, index: jax.Array, rows: jax.Array, weights: jax.Array) -> jax.Array:
         """Logits [C, W] in float32, minus infinity where an earlier block had the column."""
-        logits = _product(rows, weights) / self._plan.temperature
+        logits = _product(rows, weights) / self._temperature
         return jnp.where(self._new(index), logits, -jnp.inf)
 
     def hits(self, index: jax.Array, targets: jax.Array) -> jax.Array:
