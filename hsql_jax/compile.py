@@ -28,7 +28,7 @@ from hsql_jax.errors import UserError
 from hsql_jax.hlo import Traffic, traffic
 from hsql_jax.losses import CHUNK
 from hsql_jax.model import ModelConfig, init_params, param_shardings
-from hsql_jax.model.decode import Cache, LayerCache, Rows, decode, extend, init_cache
+from hsql_jax.model.decode import Cache, Rows, cache_shardings, decode, extend, init_cache
 from hsql_jax.objectives import resolve
 from hsql_jax.optim import OptimConfig, make_optimizer
 from hsql_jax.rollout.engine import EngineConfig
@@ -37,7 +37,6 @@ from hsql_jax.sharding import (
     batch_sharding,
     check_devices,
     check_sizes,
-    layout,
     make_meshes,
     model_sizes,
     replicated,
@@ -310,19 +309,18 @@ def _decode(_: str, config: CompileConfig, meshes: tuple[Mesh, Mesh]) -> Program
 
 
 def _engine_arrays(config: CompileConfig, mesh: Mesh) -> dict[str, Any]:
-    """Parameters in the compute dtype, cache and rows, split over the tensor axis."""
+    """What the engine hands to both of its programs, laid out as it does."""
     engine = config.engine
     model = dataclasses.replace(config.model, param_dtype=config.model.dtype)
     params = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
     length = engine.session_tokens + max(engine.chunk, engine.width)
     cache: Cache = jax.eval_shape(lambda: init_cache(model, engine.slots + 1, length))
-    split = layout(mesh, cache[0].k.shape, (None, "kv_heads", None, None))
     kinds = (jnp.int32, jnp.int32, jnp.uint32, jnp.int32)
     rows = Rows(*(jax.ShapeDtypeStruct((engine.rows,), kind) for kind in kinds))
     return {
         "params": _placed(params, param_shardings(mesh, model)),
-        "cache": tuple(LayerCache(*_placed(tuple(layer), split)) for layer in cache),
-        "rows": Rows(*_placed(tuple(rows), replicated(mesh))),
+        "cache": _placed(cache, cache_shardings(mesh, cache)),
+        "rows": _placed(rows, replicated(mesh)),
         "temperature": _placed(jax.ShapeDtypeStruct((), jnp.float32), replicated(mesh)),
     }
 
