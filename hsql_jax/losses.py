@@ -51,6 +51,11 @@ class _Plan(NamedTuple):
         return function(*arguments)
 
 
+def piece_of(mesh: Mesh | None) -> int:
+    """Tokens, and columns, that suit the platform."""
+    return CPU_PIECE if platform_of(mesh) == "cpu" else PIECE
+
+
 def token_logprobs(
     hidden_BTD: jax.Array,
     head_DV: jax.Array,
@@ -74,7 +79,7 @@ def token_logprobs(
     `keep` them. The head is gathered and its gradient, summed in float32, reduced over the mesh
     block by block, each once.
     """
-    piece = CPU_PIECE if platform_of(mesh) == "cpu" else PIECE
+    piece = piece_of(mesh)
     plan = _Plan(chunk or piece, block or piece, keep, mesh)
     inputs = hidden_BTD, head_DV, targets_BT, mask_BT != 0, jnp.float32(temperature)
     return _logprobs(plan, *inputs)
