@@ -38,7 +38,6 @@ RECIPES = [
 LARGEST = {
     "qwen3_8b_v5p_16": 38.0,
     "qwen3_14b_v5p_16": 59.5,
-    "qwen3_8b_v6e_16": 30.5,
     "qwen3_8b_h100_8": 32.5,
     "qwen3_14b_h100_8": 51.3,
 }
