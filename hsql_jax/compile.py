@@ -26,7 +26,7 @@ from hsql_jax.config import option
 from hsql_jax.data import Batch
 from hsql_jax.errors import UserError
 from hsql_jax.hlo import Traffic, traffic
-from hsql_jax.losses import piece_of
+from hsql_jax.losses import piece_size
 from hsql_jax.model import ModelConfig, init_params, param_shardings
 from hsql_jax.model.decode import Cache, Rows, cache_shardings, decode, extend, init_cache
 from hsql_jax.objectives import resolve
@@ -256,7 +256,7 @@ def _train(name: str, config: CompileConfig, meshes: tuple[Mesh, Mesh]) -> Progr
     forward = forward_flops(model, config.rows, config.tokens, config.tokens / 2)
     # The loss visits its tokens in chunks, as many as there are tokens with a loss: here all.
     own = math.prod(shape[1:]) // (shards(mesh, "batch") * shards(mesh, "time"))
-    chunks = -(-own // piece_of(mesh))
+    chunks = -(-own // piece_size(mesh))
     return Program(
         devices=mesh.size,
         function=make_train_step(model, loss, tx, mesh),
@@ -320,12 +320,19 @@ def _engine_arrays(config: CompileConfig, mesh: Mesh) -> dict[str, Any]:
     cache: Cache = jax.eval_shape(lambda: init_cache(model, engine.slots + 1, length))
     kinds = (jnp.int32, jnp.int32, jnp.uint32, jnp.int32)
     rows = Rows(*(jax.ShapeDtypeStruct((engine.rows,), kind) for kind in kinds))
+    placed = _placed(params, param_shardings(mesh, model))
+    layer = jax.tree.map(_of_one_layer, placed["layers"])
     return {
-        "params": _placed(params, param_shardings(mesh, model)),
+        "params": placed | {"layers": (layer,) * model.layers},
         "cache": _placed(cache, cache_shardings(mesh, cache)),
         "rows": _placed(rows, replicated(mesh)),
         "temperature": _placed(jax.ShapeDtypeStruct((), jnp.float32), replicated(mesh)),
     }
+
+
+def _of_one_layer(stack: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(stack.sharding.mesh, jax.P(*stack.sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)
 
 
 def forward_flops(
