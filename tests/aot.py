@@ -125,8 +125,8 @@ traffic (every operand and result once an operation, so an upper bound), and the
 all of a chip's links; copies to host memory are not among them. They are no measurements.
 
 `-one` is one row a device instead of 16 an update; `-offload` keeps the layers' inputs in host
-memory, as the v6e recipes always do; `-all-scores` is an attention that keeps them; `-phases` has the
-other three programs. Everywhere: bfloat16 compute, float32 parameters, gradients and Adam moments.
+memory, as the v6e recipes always do; `-all-scores` is an attention that keeps them; `-phases` has
+the other three programs. Everywhere: bfloat16 compute, float32 parameters, gradients and moments.
 
 | report | devices | phase | rows x tokens | peak GiB | of GiB | headroom | TFLOP | sent GiB | s |
 |---|---|---|---|---|---|---|---|---|---|
