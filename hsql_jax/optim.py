@@ -24,6 +24,7 @@ class OptimConfig:
     b1: float = 0.9
     b2: float = 0.999
     weight_decay: float = 0.0  # matrices only
+    momentum_dtype: str | None = None  # of the first moments; None: the parameters'
     clip_norm: float = 1.0  # global gradient norm
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     warmup: float = 0.05  # share of the steps
@@ -65,6 +66,7 @@ def adamw(config: OptimConfig, steps: int) -> optax.GradientTransformation:
         b1=config.b1,
         b2=config.b2,
         weight_decay=config.weight_decay,
+        mu_dtype=config.momentum_dtype,
         mask=_mask(lambda path: not is_gain(path)),
     )
 
@@ -79,6 +81,7 @@ def muon(config: OptimConfig, steps: int) -> optax.GradientTransformation:
     return optax.contrib.muon(
         schedule(config, config.learning_rate, steps),
         weight_decay=config.weight_decay,
+        mu_dtype=config.momentum_dtype,
         adam_learning_rate=schedule(config, config.adam_learning_rate, steps),
         adam_b1=config.b1,
         adam_b2=config.b2,

@@ -86,11 +86,19 @@ def batch_loss(
     temperature: float,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, LossSum]:
-    """The objective's sum over one [B, T] micro-batch, and its parts with the entropy added."""
+    """The objective's sum over one [B, T] micro-batch, and its parts with the entropy added.
+
+    With a `mesh`, the batch is split over it.
+    """
     hidden = forward(params, model, batch.tokens, batch.segment_ids, batch.positions, mesh)
     mask = batch.loss_mask
     logprobs, entropy = token_logprobs(
-        hidden, head_matrix(params), batch.targets, mask, temperature=temperature
+        hidden,
+        head_matrix(params),
+        batch.targets,
+        mask,
+        temperature=temperature,
+        mesh=mesh,
     )
     parts = loss(Tokens(logprobs, batch.old_logprobs, batch.advantages, mask, batch.segment_ids))
     stats = {"entropy": jnp.sum(entropy * mask), "tokens": jnp.sum(mask)}
@@ -138,6 +146,8 @@ def make_train_step(
             total, weight, stats = sums[1]
             return sums[0], LossSum(total, weight, stats, peaks)
 
+        if batch.tokens.shape[0] == 1:  # no second tree of gradients to add to
+            return one(0)
         # Micro-batches that are all padding stand at the end and are not computed.
         used = jnp.sum(jnp.any(batch.segment_ids > 0, axis=(1, 2)))
         zeros = jax.tree.map(

@@ -16,6 +16,8 @@ from safetensors import safe_open
 
 from hsql_jax.losses import token_logprobs
 from hsql_jax.model import ModelConfig, forward, head_matrix, init_params
+from hsql_jax.model.config import Remat
+from hsql_jax.model.qwen3 import matmul
 from hsql_jax.weights import hf_views, load_hf
 
 GOLDEN = Path(__file__).parent / "fixtures" / "golden"
@@ -159,16 +161,66 @@ def test_packed_sequences_are_computed_as_if_alone() -> None:
     assert np.isfinite(packed[17:]).all()
 
 
-def test_remat_changes_no_gradient() -> None:
+@pytest.mark.parametrize("remat", ["products", "none"])
+def test_remat_changes_no_gradient(remat: Remat) -> None:
     config, params = load_hf(GOLDEN / "grouped")
     saved, _ = golden("grouped")
     tokens, positions = saved["input_ids"], saved["position_ids"]
     assert config.remat == "full"
     loss, recomputed = loss_and_gradient(params, config, tokens, positions)
-    plain = dataclasses.replace(config, remat="none")
+    plain = dataclasses.replace(config, remat=remat)
     plain_loss, kept = loss_and_gradient(params, plain, tokens, positions)
     assert float(loss) == pytest.approx(float(plain_loss), rel=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), recomputed, kept)
+
+
+def kept_numbers(remat: Remat) -> float:
+    """What the backward pass finds kept of a token and a layer, by the compiler's report."""
+
+    def temporary(layers: int) -> int:
+        config = ModelConfig(
+            vocab_size=8, d_model=32, layers=layers, heads=4, kv_heads=2, head_dim=8, d_ff=96,
+            remat=remat,
+        )  # fmt: skip
+        tokens = jnp.zeros((1, 256), jnp.int32)
+        shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+        loss = jax.grad(lambda params: forward(params, config, tokens, tokens + 1, tokens).sum())
+        memory = jax.jit(loss).lower(shapes).compile().memory_analysis()
+        return int(memory.temp_size_in_bytes)
+
+    return (temporary(32) - temporary(16)) / (16 * 256 * 4)
+
+
+def test_each_remat_policy_keeps_more_than_the_one_before() -> None:
+    assert kept_numbers("full") == pytest.approx(32, rel=0.1)  # the layer's input
+    products = 32 + 16 + 16 + 32 + 96 + 96  # q, k, v, o, gate, up; nothing needs what down gives
+    assert kept_numbers("products") == pytest.approx(32 + products, rel=0.1)
+    assert kept_numbers("none") > 1.5 * (32 + products)
+
+
+def test_offloaded_layer_inputs_go_to_the_host() -> None:
+    """A CPU has no second memory to run this in: the traced program is what can be looked at."""
+    config, params = load_hf(GOLDEN / "grouped")
+    config = dataclasses.replace(config, remat="offload")
+    tokens = jnp.zeros((1, 8), jnp.int32)
+
+    def total(params: Any) -> jax.Array:
+        return forward(params, config, tokens, tokens + 1, tokens).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(total))(params))
+    assert "pinned_host" in text or "<host>" in text
+
+
+def test_gradients_of_weights_are_not_rounded_to_the_activations_dtype() -> None:
+    """Two halves of a batch, apart and together: in bfloat16 their sum would differ by 2^-9."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(64, 8)), jnp.bfloat16)
+    weight, d_out = rng.normal(size=(8, 8)).astype(np.float32), jnp.ones((64, 8), jnp.bfloat16)
+    out, pull = jax.vjp(matmul, x, jnp.asarray(weight))
+    d_x, d_weight = pull(d_out)
+    assert (out.dtype, d_x.dtype, d_weight.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    exact = np.asarray(x, np.float64).T @ np.ones((64, 8))
+    np.testing.assert_allclose(d_weight, exact, rtol=1e-5)
 
 
 def test_init_depends_on_the_key_alone() -> None:

@@ -45,6 +45,19 @@ def first_update(config: OptimConfig, gradient_scale: float = 0.01) -> dict[str,
     return flat(updates)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_first_moments_may_be_of_another_dtype(name: str) -> None:
+    """Half the memory of the first moments; the first update is the same but for its rounding."""
+    config = constant(name=name, momentum_dtype="bfloat16")
+    state = make_optimizer(config, steps=10).init(tree(0))
+    moments = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+    rounded = [leaf for leaf in moments if leaf.dtype == jax.numpy.bfloat16]
+    assert sum(leaf.size for leaf in rounded) == sum(leaf.size for leaf in jax.tree.leaves(tree(0)))
+    plain = first_update(constant(name=name))
+    for key, update in first_update(config).items():
+        np.testing.assert_allclose(update, plain[key], rtol=0.02, atol=2e-5)
+
+
 def constant(**fields: Any) -> OptimConfig:
     fixed: dict[str, Any] = {"learning_rate": PEAK, "schedule": "constant", "warmup": 0.0}
     return OptimConfig(**fixed | fields)

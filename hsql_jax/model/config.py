@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Remat = Literal["none", "full"]
+# What the backward pass computes again: nothing; all of a layer but its products with weights; all
+# of it, from its input; the same, with the inputs in host memory meanwhile.
+Remat = Literal["none", "products", "full", "offload"]
 AttentionName = Literal["auto", "blocks", "chunked", "cudnn", "splash"]
 
 
@@ -26,7 +28,7 @@ class ModelConfig:
     tied: bool = True  # the output head is the embedding
     dtype: str = "float32"  # activations and matrix products
     param_dtype: str = "float32"
-    remat: Remat = "full"  # what the backward pass recomputes: nothing, or each layer
+    remat: Remat = "full"
     attention: AttentionName = "auto"  # the backend of `hsql_jax.model.attention`
     packed: bool = True  # training rows hold several examples; False: one each, as cudnn needs
 

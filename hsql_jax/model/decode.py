@@ -165,7 +165,7 @@ def cached_layers(
             ),
         )
         attended = cached_attention(q, (old[index], buffer), visible)
-        x = x + project_out(attended, weights, x.dtype)
+        x = x + project_out(attended, weights)
         x = x + mlp(x, weights, config)
         buffers.append(buffer)
     return rms_norm(x, params["final_norm"], config.rms_eps), tuple(buffers)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from hsql_jax.model.attention import attention
@@ -17,6 +18,18 @@ from hsql_jax.model.config import ModelConfig
 from hsql_jax.sharding import constrain, layout
 
 Params = dict[str, Any]
+
+LAYER_INPUT, PRODUCT = "layer_input", "product"  # what a policy may keep
+POLICIES: dict[str, Any] = {
+    "products": jax.checkpoint_policies.save_only_these_names(PRODUCT),
+    "full": None,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[LAYER_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
 
 
 class ParamSpec(NamedTuple):
@@ -116,6 +129,7 @@ def forward(
     cos_sin = rope_table(positions_BT, config.head_dim, config.rope_theta)
 
     def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
+        x = checkpoint_name(x, LAYER_INPUT)
         with jax.named_scope("attention"):
             q, k, v = project_qkv(x, weights, config, cos_sin)
             mixed = attention(
@@ -127,13 +141,13 @@ def forward(
                 packed=config.packed,
                 mesh=mesh,
             )
-            x = x + project_out(mixed, weights, x.dtype)
+            x = x + project_out(mixed, weights)
         with jax.named_scope("mlp"):
             x = x + mlp(x, weights, config)
         return constrain(x, mesh, "batch", "time", None), None
 
-    if config.remat == "full":
-        layer = jax.checkpoint(layer)
+    if config.remat != "none":
+        layer = jax.checkpoint(layer, policy=POLICIES[config.remat])
     x_BTD, _ = jax.lax.scan(layer, x_BTD, params["layers"])
     return rms_norm(x_BTD, params["final_norm"], config.rms_eps)
 
@@ -168,23 +182,49 @@ def project_qkv(
     flat_ND = rms_norm(x_BTD, weights["attn_norm"], config.rms_eps).reshape(B * T, -1)
 
     def heads(name: str, count: int) -> jax.Array:
-        return (flat_ND @ weights[name].astype(flat_ND.dtype)).reshape(B, T, count, config.head_dim)
+        return matmul(flat_ND, weights[name]).reshape(B, T, count, config.head_dim)
 
     q = rms_norm(heads("q", config.heads), weights["q_norm"], config.rms_eps)
     k = rms_norm(heads("k", config.kv_heads), weights["k_norm"], config.rms_eps)
     return apply_rope(q, cos_sin), apply_rope(k, cos_sin), heads("v", config.kv_heads)
 
 
-def project_out(attended_BTHQ: jax.Array, weights: Params, dtype: Any) -> jax.Array:
+def project_out(attended_BTHQ: jax.Array, weights: Params) -> jax.Array:
     """Heads back to the residual stream [B, T, D]."""
     B, T, H, Q = attended_BTHQ.shape
-    out = attended_BTHQ.reshape(B * T, H * Q) @ weights["o"].astype(dtype)
-    return out.reshape(B, T, -1)
+    return matmul(attended_BTHQ.reshape(B * T, H * Q), weights["o"]).reshape(B, T, -1)
 
 
 def mlp(x_BTD: jax.Array, weights: Params, config: ModelConfig) -> jax.Array:
     """SwiGLU feed-forward on flattened [B*T, D], which CPU and GPU matmuls prefer."""
     B, T, D = x_BTD.shape
     flat_ND = rms_norm(x_BTD, weights["mlp_norm"], config.rms_eps).reshape(B * T, D)
-    gate, up, down = (weights[name].astype(x_BTD.dtype) for name in ("gate", "up", "down"))
-    return ((jax.nn.silu(flat_ND @ gate) * (flat_ND @ up)) @ down).reshape(B, T, D)
+    gate, up = matmul(flat_ND, weights["gate"]), matmul(flat_ND, weights["up"])
+    return matmul(jax.nn.silu(gate) * up, weights["down"]).reshape(B, T, D)
+
+
+def matmul(x_NI: jax.Array, weight_IO: jax.Array) -> jax.Array:
+    """Activations times a weight, in the activations' dtype; the weight's gradient is float32.
+
+    The gradient of a plain product with a cast weight would be rounded to the activations' dtype
+    before it is summed over devices and micro-batches.
+    """
+    return checkpoint_name(_matmul(x_NI, weight_IO), PRODUCT)
+
+
+@jax.custom_vjp
+def _matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return x @ weight.astype(x.dtype)
+
+
+def _matmul_forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[Any, ...]]:
+    return _matmul(x, weight), (x, weight)
+
+
+def _matmul_backward(saved: tuple[Any, ...], d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, weight = saved
+    d_weight = jnp.matmul(x.T, d_out, preferred_element_type=jnp.float32)
+    return d_out @ weight.astype(d_out.dtype).T, d_weight.astype(weight.dtype)
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
