@@ -155,11 +155,11 @@ def compile_phase(name: str, config: CompileConfig, topology: Topology) -> Phase
         lowered = program.function.lower(*program.arguments, **program.keywords)
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        needed = needed_bytes(str(error))
-        if needed is None:
+        if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        left = 1 - needed / chip.memory
-        return Phase(name, False, program.devices, {"peak": needed}, chip.memory, left, flops)
+        memory = {"peak": needed_bytes(str(error))}
+        left = 1 - memory["peak"] / chip.memory
+        return Phase(name, False, program.devices, memory, chip.memory, left, flops)
     took = time.monotonic() - begin
     memory = memory_classes(compiled.memory_analysis(), program.classes, chip.platform)
     moved = traffic(compiled.as_text(), program.devices, program.loops)
@@ -188,12 +188,15 @@ def _collectives(moved: Traffic) -> dict[str, dict[str, float]]:
     return {kind: value._asdict() for kind, value in moved.collectives.items()}
 
 
-def needed_bytes(message: str) -> float | None:
-    """What a compiler that ran out of memory says it needed; None for any other failure."""
-    if "RESOURCE_EXHAUSTED" not in message:
-        return None
-    found = re.search(r"Used ([\d.]+)([KMGT]) of", message)
-    return float(found[1]) * 1024 ** (" KMGT".index(found[2])) if found else float("inf")
+def needed_bytes(message: str) -> float:
+    """What a compiler that ran out of memory says it needed: the first size of its message.
+
+    It may be of the temporaries alone. Raises `UserError` for a message without a size.
+    """
+    found = re.search(r"([\d.]+)([KMGT])i?B?\b", message)
+    if found is None:
+        raise UserError(f"the compiler ran out of memory: {message.splitlines()[0]}")
+    return float(found[1]) * 1024 ** (" KMGT".index(found[2]))
 
 
 def memory_classes(stats: Any, classes: dict[str, Any], platform: str) -> dict[str, float]:
