@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 Index = tuple[tuple[int, int], ...]  # (start, stop) of each axis
 
-CHUNK_BYTES = 1 << 20  # of one device's shard, read and sent at a time
+CHUNK_BYTES = 2 << 20  # of one device's shard, read and sent at a time
 READS_AHEAD = 4  # chunks being read while one is sent
 HOST_BYTES_PER_DEVICE = (READS_AHEAD + 2) * CHUNK_BYTES  # the most that is held beside the arrays
 
