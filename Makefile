@@ -7,7 +7,7 @@ BIN := .venv/bin
 ENV_BIN := .venv-env/bin
 PIP := -m pip --disable-pip-version-check install --quiet
 
-.PHONY: setup help demo test test-env test-jax lint format types lock clean
+.PHONY: setup help demo test test-env test-jax aot lint format types lock clean
 
 setup: .venv/.installed ## create .venv with the pinned dependencies and both packages
 
@@ -25,6 +25,11 @@ test-env: .venv-env/.installed ## the text half's tests, where JAX is not instal
 
 test-jax: .venv/.installed ## the tensor half's tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+
+# The compilers are large (cuda 5 GB), so they have an environment of their own.
+AOT_EXTRAS ?= tpu
+aot: .venv-aot/.installed ## full-size programs through accelerators' compilers (AOT_EXTRAS=tpu,cuda)
+	.venv-aot/bin/python -m pytest tests/aot.py --timeout 1800 $(ARGS)
 
 lint: .venv/.installed ## ruff: rules and formatting
 	$(BIN)/ruff check .
@@ -44,7 +49,7 @@ lock: .venv/.installed ## resolve the dependencies anew (versions only, no index
 	  --output-file requirements.lock pyproject.toml
 
 clean: ## remove the environments and caches; runs stay
-	rm -rf .venv .venv-env .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-env .venv-aot .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # create_venv(FOLDER): a virtual environment, after a check that PYTHON is there and new enough.
@@ -69,4 +74,10 @@ endef
 	$(ENV_BIN)/python $(PIP) -c requirements.lock hatchling
 	$(ENV_BIN)/python $(PIP) -c requirements.lock --no-build-isolation -e 'env[test]'
 	@$(ENV_BIN)/python -c 'import importlib.util as u; assert not u.find_spec("jax"), "jax is in .venv-env"'
+	@touch $@
+
+# The same JAX as in .venv, with the compilers of AOT_EXTRAS.
+.venv-aot/.installed: requirements.lock pyproject.toml env/pyproject.toml
+	$(call create_venv,.venv-aot)
+	.venv-aot/bin/python $(PIP) -c requirements.lock hatchling -e env -e '.[dev,$(AOT_EXTRAS)]'
 	@touch $@

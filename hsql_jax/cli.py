@@ -44,6 +44,11 @@ VERBS: Mapping[str, Verb] = {
         "configs/demo.py:demo",
         {"--databases": "configs/demo.py:own_databases"},
     ),
+    "compile": Verb(
+        "What a model needs on a machine that need not be there: memory, traffic, time.",
+        "hsql_jax.compile",
+        "configs/compile.py:tiny",
+    ),
 }
 
 

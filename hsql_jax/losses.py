@@ -14,13 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from hsql_jax.sharding import RULES, spec_of
+from hsql_jax.sharding import RULES, platform_of, spec_of
 
-CHUNK, BLOCK = 4096, 4096  # most tokens and columns whose logits exist at once on a device
+PIECE = 4096  # tokens and columns whose logits exist at once on a device
+CPU_PIECE = 512  # likewise, so that they stay in a core's cache
 TOKENS, HIDDEN, HEAD = ("batch", "time"), ("batch", "time", None), ("embed", "vocab")
 INPUTS = HIDDEN, HEAD, TOKENS, TOKENS, ()  # the last one is the temperature
+KEPT = TOKENS, ("tokens", "vocab")  # normalisers, and logits in the order of the chunks
 
-Sums = tuple[jax.Array, jax.Array, jax.Array]  # log-probability, entropy, log-normaliser
+Two = tuple[jax.Array, jax.Array]
 
 
 class _Plan(NamedTuple):
@@ -28,6 +30,7 @@ class _Plan(NamedTuple):
 
     chunk: int
     block: int
+    keep: bool
     mesh: Mesh | None
 
     def axes(self, logical: str) -> tuple[str, ...]:
@@ -55,8 +58,9 @@ def token_logprobs(
     mask_BT: jax.Array,
     *,
     temperature: float | jax.Array = 1.0,
-    chunk: int = CHUNK,
-    block: int = BLOCK,
+    chunk: int | None = None,
+    block: int | None = None,
+    keep: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target and the entropy (nats) of each distribution, both [B, T].
@@ -65,14 +69,15 @@ def token_logprobs(
     was sampled. No gradient flows through the entropy.
 
     Tokens with loss are taken together, `chunk` at a time, and the rest is not computed; the
-    vocabulary is taken `block` columns at a time. The backward pass computes the logits again, so
-    none larger than [chunk, block] ever exist. The head is gathered and its gradient, summed in
-    float32, reduced over the mesh block by block, each once.
+    vocabulary is taken `block` columns at a time (None: what suits the platform). The backward pass
+    computes the logits again, so none larger than [chunk, block] ever exist, unless it is told to
+    `keep` them. The head is gathered and its gradient, summed in float32, reduced over the mesh
+    block by block, each once.
     """
-    plan = _Plan(chunk, block, mesh)
+    piece = CPU_PIECE if platform_of(mesh) == "cpu" else PIECE
+    plan = _Plan(chunk or piece, block or piece, keep, mesh)
     inputs = hidden_BTD, head_DV, targets_BT, mask_BT != 0, jnp.float32(temperature)
-    logprobs, entropy, _ = _logprobs(plan, *inputs)
-    return logprobs, entropy
+    return _logprobs(plan, *inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -83,21 +88,19 @@ def _logprobs(
     targets: jax.Array,
     used: jax.Array,
     temperature: jax.Array,
-) -> Sums:
-    outs = TOKENS, TOKENS, TOKENS
-    sums: Sums = plan.run(_local_logprobs, INPUTS, outs, hidden, head, targets, used, temperature)
-    return sums
+) -> Two:
+    return _forward(plan, hidden, head, targets, used, temperature)[0]
 
 
-def _forward(plan: _Plan, *inputs: jax.Array) -> tuple[Sums, tuple[jax.Array, ...]]:
-    sums = _logprobs(plan, *inputs)
-    return sums, (*inputs, sums[2])
+def _forward(plan: _Plan, *inputs: jax.Array) -> tuple[Two, tuple[jax.Array, ...]]:
+    logprobs, entropy, *kept = plan.run(_local_logprobs, INPUTS, (TOKENS, TOKENS, *KEPT), *inputs)
+    return (logprobs, entropy), (*inputs, *kept)
 
 
 def _backward(
-    plan: _Plan, saved: tuple[jax.Array, ...], cotangents: Sums
+    plan: _Plan, saved: tuple[jax.Array, ...], cotangents: Two
 ) -> tuple[jax.Array, jax.Array, None, None, None]:
-    ins, outs = (*INPUTS, TOKENS, TOKENS), (HIDDEN, HEAD)
+    ins, outs = (*INPUTS, *KEPT, TOKENS), (HIDDEN, HEAD)
     d_hidden, d_head = plan.run(_local_gradients, ins, outs, *saved, cotangents[0])
     return d_hidden, d_head, None, None, None
 
@@ -112,16 +115,20 @@ def _local_logprobs(
     targets: jax.Array,
     used: jax.Array,
     temperature: jax.Array,
-) -> Sums:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     chunks, blocks = _Chunks(plan, used), _Blocks(plan, head, hidden.dtype, temperature)
     rows, places = chunks.take(hidden), chunks.take(targets)
 
-    def block_step(block: jax.Array, sums: Any) -> Any:
+    def block_step(block: jax.Array, carry: Any) -> Any:
         weights = blocks.weights(block)
 
-        def chunk_step(chunk: jax.Array, sums: Any) -> Any:
+        def chunk_step(chunk: jax.Array, carry: Any) -> Any:
+            sums, kept = carry
             peak, total, mean, found = chunks.read(sums, chunk)
-            logits = blocks.logits(block, chunks.read(rows, chunk), weights)
+            logits = blocks.logits(chunks.read(rows, chunk), weights)
+            if plan.keep:
+                kept = chunks.write(kept, chunk, logits, blocks.start(block))
+            logits = jnp.where(blocks.new(block), logits, -jnp.inf)
             hit = blocks.hits(block, chunks.read(places, chunk))
             higher = jnp.maximum(peak, jnp.max(logits, axis=-1))
             shares, fade = jnp.exp(logits - higher[:, None]), jnp.exp(peak - higher)
@@ -131,13 +138,14 @@ def _local_logprobs(
                 fade * mean + jnp.sum(jnp.where(shares > 0, shares * logits, 0.0), axis=-1),
                 found + jnp.sum(jnp.where(hit, logits, 0.0), axis=-1),
             )
-            return chunks.write(sums, chunk, new)
+            return chunks.write(sums, chunk, new), kept
 
-        return chunks.loop(chunk_step, sums)
+        return chunks.loop(chunk_step, carry)
 
     zeros = jnp.zeros(chunks.padded, jnp.float32)
-    start = (jnp.full(chunks.padded, -jnp.inf), zeros, zeros, zeros)
-    peak, total, mean, found = blocks.loop(block_step, start)
+    kept = jnp.zeros((chunks.padded, head.shape[1]) if plan.keep else (0, 0), jnp.float32)
+    start = (jnp.full(chunks.padded, -jnp.inf), zeros, zeros, zeros), kept
+    (peak, total, mean, found), kept = blocks.loop(block_step, start)
     vocab = plan.axes("vocab")
     highest = _max(peak, vocab)
     scale = jnp.where(peak > -jnp.inf, jnp.exp(peak - highest), 0.0)
@@ -145,7 +153,7 @@ def _local_logprobs(
     norm = jnp.where(total > 0, highest + jnp.log(total), 0.0)
     sums = found - norm, norm - mean / jnp.maximum(total, 1e-30), norm
     logprobs, entropy, norms = (chunks.restore(each, used.shape) for each in sums)
-    return logprobs, entropy, norms
+    return logprobs, entropy, norms, kept
 
 
 def _local_gradients(
@@ -156,6 +164,7 @@ def _local_gradients(
     used: jax.Array,
     temperature: jax.Array,
     norms: jax.Array,
+    kept: jax.Array,
     cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """d logprob / d logits = (onehot - softmax) / temperature, one piece after the other."""
@@ -171,9 +180,12 @@ def _local_gradients(
         def chunk_step(chunk: jax.Array, sums: Any) -> Any:
             d_rows, d_weights = sums
             own = chunks.read(rows, chunk)
-            shares = jnp.exp(
-                blocks.logits(block, own, weights) - chunks.read(norms, chunk)[:, None]
-            )
+            if plan.keep:
+                logits = blocks.columns(chunks.read(kept, chunk), block)
+            else:
+                logits = blocks.logits(own, weights)
+            shares = jnp.exp(logits - chunks.read(norms, chunk)[:, None])
+            shares = jnp.where(blocks.new(block), shares, 0.0)
             hit = blocks.hits(block, chunks.read(places, chunk))
             d_logits = ((hit - shares) * chunks.read(scale, chunk)[:, None]).astype(own.dtype)
             new = chunks.read(d_rows, chunk) + _product(d_logits, weights.T)
@@ -225,11 +237,14 @@ class _Chunks:
         )
         return jax.tree.map(part, values)
 
-    def write(self, values: Any, index: jax.Array, chunk: Any) -> Any:
-        """Each of `values` with a chunk replaced."""
-        start = index * self._size
-        update = jax.lax.dynamic_update_slice_in_dim
-        return jax.tree.map(lambda value, new: update(value, new, start, 0), values, chunk)
+    def write(self, values: Any, index: jax.Array, chunk: Any, column: jax.Array | int = 0) -> Any:
+        """Each of `values` with a chunk replaced, from `column` on."""
+        start = index * self._size, column
+
+        def put(value: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice(value, new, start[: value.ndim])
+
+        return jax.tree.map(put, values, chunk)
 
     def loop(self, step: Callable[[Any, Any], Any], start: Any) -> Any:
         """Fold `step(index, carry)` over the chunks."""
@@ -246,33 +261,37 @@ class _Blocks:
         part = jax.lax.axis_index(plan.axes("vocab")) if plan.mesh else 0
         self._first = part * self._columns  # of this device, in the whole vocabulary
 
-    def _start(self, index: jax.Array) -> jax.Array:
+    def start(self, index: jax.Array) -> jax.Array:
+        """The first column."""
         return jnp.minimum(index * self._size, self._columns - self._size)
 
-    def _new(self, index: jax.Array) -> jax.Array:
+    def new(self, index: jax.Array) -> jax.Array:
         """Which [W] columns were in no earlier block."""
-        return self._start(index) + jnp.arange(self._size) >= index * self._size
+        return self.start(index) + jnp.arange(self._size) >= index * self._size
 
     def weights(self, index: jax.Array) -> jax.Array:
         """A block [D, W] of the head, all of its rows, in the dtype of the products."""
-        start = self._start(index)
+        start = self.start(index)
         part = jax.lax.dynamic_slice_in_dim(self._head, start, self._size, axis=1)
         part, axes = part.astype(self._dtype), self._plan.axes("embed")
         return jax.lax.all_gather(part, axes, axis=0, tiled=True) if axes else part
 
-    def logits(self, index: jax.Array, rows: jax.Array, weights: jax.Array) -> jax.Array:
-        """Logits [C, W] in float32, minus infinity where an earlier block had the column."""
-        logits = _product(rows, weights) / self._temperature
-        return jnp.where(self._new(index), logits, -jnp.inf)
+    def logits(self, rows: jax.Array, weights: jax.Array) -> jax.Array:
+        """Logits [C, W] of a block in float32."""
+        return _product(rows, weights) / self._temperature
+
+    def columns(self, values: jax.Array, index: jax.Array) -> jax.Array:
+        """The block's columns of [C, V]."""
+        return jax.lax.dynamic_slice_in_dim(values, self.start(index), self._size, axis=1)
 
     def hits(self, index: jax.Array, targets: jax.Array) -> jax.Array:
         """Where [C, W] a column is the token's target."""
-        column = self._first + self._start(index) + jnp.arange(self._size)
-        return (column == targets[:, None]) & self._new(index)
+        column = self._first + self.start(index) + jnp.arange(self._size)
+        return (column == targets[:, None]) & self.new(index)
 
     def add(self, total: jax.Array, index: jax.Array, part: jax.Array) -> jax.Array:
         """`total` with `part` added in the block's columns."""
-        start = self._start(index)
+        start = self.start(index)
         old = jax.lax.dynamic_slice_in_dim(total, start, self._size, axis=1)
         return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, axis=1)
 

@@ -98,6 +98,7 @@ def batch_loss(
         batch.targets,
         mask,
         temperature=temperature,
+        keep=model.remat == "none",
         mesh=mesh,
     )
     parts = loss(Tokens(logprobs, batch.old_logprobs, batch.advantages, mask, batch.segment_ids))

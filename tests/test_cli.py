@@ -131,8 +131,9 @@ def test_help_names_every_verb_without_loading_jax() -> None:
         "assert not {'jax', 'numpy', 'transformers', 'tyro'} & set(sys.modules)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    width = max(map(len, VERBS))
     for name, verb in VERBS.items():
-        assert f"  {name}  {verb.summary}\n" in shown.stdout
+        assert f"  {name:<{width}}  {verb.summary}\n" in shown.stdout
 
 
 @pytest.mark.parametrize("name", VERBS)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from hsql_env.records import Message, PublicTask
 from hsql_jax.model.decode import Rows, sample
 from hsql_jax.rollout.engine import Engine, EngineConfig, Generated, Slot
 from hsql_jax.rollout.policy import EnginePolicy
+from hsql_jax.sharding import MeshConfig, make_mesh
 
 STOP = 5
 LENGTH = 40
@@ -379,3 +382,29 @@ def test_a_sessions_seed_is_of_its_task_and_seed() -> None:
     assert len(set(seeds)) == 4
     assert all(0 <= seed < 2**32 for seed in seeds)
     assert policy.begin(TASK, 1, [], []).seed == seeds[1]
+
+
+def test_an_engine_on_a_mesh_generates_the_same(bench: Bench) -> None:
+    """Heads, feed-forward and vocabulary over two devices: the same tokens and log-probs."""
+    split = Engine(MODEL, CONFIG, STOP, make_mesh(MeshConfig(tensor=2)))
+
+    async def play(engine: Engine) -> Any:
+        async with engine.running(params(MODEL), 0.7):
+            work = asyncio.gather(*(session(engine, seed, turns_of(seed)) for seed in range(5)))
+            return await asyncio.wait_for(work, DEADLINE)
+
+    one, two = (bench.runner.run(play(engine)) for engine in (bench.engine, split))
+    assert [ids for ids, _, _ in one] == [ids for ids, _, _ in two]
+    for (_, expected, _), (_, found, _) in zip(one, two, strict=True):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+
+
+def test_parameters_are_held_in_the_compute_dtype(bench: Bench) -> None:
+    model = dataclasses.replace(MODEL, dtype="bfloat16")
+    engine = Engine(model, CONFIG, STOP)
+
+    async def held() -> set[str]:
+        async with engine.running(params(MODEL), 0.0):
+            return {str(leaf.dtype) for leaf in jax.tree.leaves(engine._params)}
+
+    assert bench.runner.run(held()) == {"bfloat16"}

@@ -33,7 +33,7 @@ def plain(hidden: np.ndarray, head: np.ndarray, temperature: float) -> np.ndarra
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "chunk", "block"))
+@functools.partial(jax.jit, static_argnames=("temperature", "chunk", "block", "keep"))
 def both(
     hidden: jax.Array,
     head: jax.Array,
@@ -42,10 +42,10 @@ def both(
     chunk: int,
     mask: jax.Array = ALL,
     block: int = 11,
+    keep: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    return token_logprobs(
-        hidden, head, targets, mask, temperature=temperature, chunk=chunk, block=block
-    )
+    options = {"temperature": temperature, "chunk": chunk, "block": block, "keep": keep}
+    return token_logprobs(hidden, head, targets, mask, **options)
 
 
 def at(logprobs: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -68,14 +68,15 @@ def test_logprobs_and_entropy_equal_the_definition(
     np.testing.assert_allclose(entropy, -(np.exp(expected) * expected).sum(-1), atol=1e-5)
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(("chunk", "block"), [(8, 11), (64, 64), (8, 5)])
-def test_gradient_is_the_residual_of_the_softmax(chunk: int, block: int) -> None:
+def test_gradient_is_the_residual_of_the_softmax(chunk: int, block: int, keep: bool) -> None:
     """d logprob / d logits = (onehot - p) / T, and nothing comes through the entropy."""
     hidden, head, targets = inputs()
     weight, temperature = np.random.default_rng(1).normal(size=(B, T)), 0.7
 
     def total(hidden: jax.Array, head: jax.Array) -> jax.Array:
-        logprobs, entropy = both(hidden, head, targets, temperature, chunk, ALL, block)
+        logprobs, entropy = both(hidden, head, targets, temperature, chunk, ALL, block, keep)
         return jnp.sum(logprobs * weight) + jnp.sum(entropy)
 
     d_hidden, d_head = jax.grad(total, argnums=(0, 1))(hidden, head)
@@ -145,10 +146,11 @@ def test_temporary_memory_does_not_grow_with_the_vocabulary() -> None:
     assert temporary(16_384) - temporary(1024) <= 2 * head_bytes  # and not 512 x 4 x 15,360
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(
     "mesh", [MeshConfig(data=2, fsdp=2, tensor=2), MeshConfig(fsdp=2, context=2, slices=2)], ids=str
 )
-def test_split_over_a_mesh_equals_one_device(mesh: MeshConfig) -> None:
+def test_split_over_a_mesh_equals_one_device(mesh: MeshConfig, keep: bool) -> None:
     """Rows and time with different numbers of loss tokens, some devices with none."""
     rng = np.random.default_rng(3)
     hidden = rng.normal(size=(4, 6, 8)).astype(np.float32)
@@ -158,7 +160,8 @@ def test_split_over_a_mesh_equals_one_device(mesh: MeshConfig) -> None:
     mask[0], mask[1, 2:4], mask[3, :1] = 1, 1, 1
 
     def total(hidden: jax.Array, head: jax.Array, mesh: Mesh | None) -> tuple[jax.Array, list]:
-        found = token_logprobs(hidden, head, targets, mask, chunk=2, block=4, mesh=mesh)
+        options = {"chunk": 2, "block": 4, "keep": keep, "mesh": mesh}
+        found = token_logprobs(hidden, head, targets, mask, **options)
         return jnp.sum(found[0] * weight), list(found)
 
     gradient = jax.grad(total, argnums=(0, 1), has_aux=True)

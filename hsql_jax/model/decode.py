@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from hsql_jax.model.attention import MASKED
 from hsql_jax.model.config import ModelConfig
@@ -31,6 +32,7 @@ from hsql_jax.model.qwen3 import (
     rms_norm,
     rope_table,
 )
+from hsql_jax.sharding import layout
 
 Array = Any  # numpy from the host, jax inside a step
 
@@ -68,6 +70,13 @@ def init_cache(config: ModelConfig, slots: int, length: int) -> Cache:
     k = jnp.zeros((slots, K, Q, length), config.dtype)
     v = jnp.zeros((slots, K, length, Q), config.dtype)
     return tuple(LayerCache(jnp.copy(k), jnp.copy(v)) for _ in range(config.layers))
+
+
+def cache_shardings(mesh: Mesh, cache: Cache) -> Cache:
+    """Shardings of a cache or of a buffer: key/value heads split over the mesh's tensor axis."""
+    return jax.tree.map(
+        lambda leaf: layout(mesh, leaf.shape, (None, "kv_heads", None, None)), cache
+    )
 
 
 def sample(logits_RV: jax.Array, rows: Rows, temperature: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -18,9 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from hsql_jax.model.config import ModelConfig
-from hsql_jax.model.decode import Rows, decode, extend, init_cache, write_rows
+from hsql_jax.model.decode import Rows, cache_shardings, decode, extend, init_cache, write_rows
+from hsql_jax.model.qwen3 import param_shardings
+from hsql_jax.sharding import MeshConfig, make_mesh
 
 
 @dataclass(frozen=True)
@@ -77,18 +80,29 @@ class _Job:
 
 
 class Engine:
-    """Generates for many episodes at once, inside `async with engine.running(params, T)`."""
+    """Generates for many episodes at once, inside `async with engine.running(params, T)`.
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, stop_id: int) -> None:
+    Parameters, held in the model's compute dtype, and cache are split over the tensor axis of
+    `mesh`; by default everything is on this host's first device.
+    """
+
+    def __init__(
+        self, model: ModelConfig, config: EngineConfig, stop_id: int, mesh: Mesh | None = None
+    ) -> None:
         self.config, self.stop_id = config, stop_id
+        self._dtype = model.dtype
+        mesh = make_mesh(MeshConfig(), jax.local_devices()) if mesh is None else mesh
+        self._places = param_shardings(mesh, model)
         self._params: Any = None
         self._temperature = jnp.float32(0.0)
         # One more slot than episodes: padding rows read and write it. Slack behind the longest
         # session takes the junk tail of a buffer.
         slack = max(config.chunk, config.width)
-        self._device = jax.local_devices()[0]
-        cache = init_cache(model, config.slots + 1, config.session_tokens + slack)
-        self._cache = jax.device_put(cache, self._device)
+        empty = functools.partial(
+            init_cache, model, config.slots + 1, config.session_tokens + slack
+        )
+        places = cache_shardings(mesh, jax.eval_shape(empty))
+        self._cache = jax.jit(empty, out_shardings=places)()
         self._free: asyncio.Queue[Slot] = asyncio.Queue()
         for index in range(config.slots):
             self._free.put_nowait(Slot(index))
@@ -102,7 +116,7 @@ class Engine:
             functools.partial(decode, config=model, stop_id=stop_id),
             static_argnames=("steps", "used"),
         )
-        self._write = jax.jit(write_rows, donate_argnums=0)
+        self._write = jax.jit(write_rows, donate_argnums=0, out_shardings=places)
         self.peak_active = 0
 
     # --- what an episode calls -----------------------------------------------------------------
@@ -144,7 +158,8 @@ class Engine:
     @asynccontextmanager
     async def running(self, params: Any, temperature: float) -> AsyncIterator[None]:
         """Serves `generate` with these parameters while the block runs; 0 is greedy."""
-        self._params = jax.device_put(params, self._device)
+        held = jax.tree.map(lambda leaf: leaf.astype(self._dtype), params)
+        self._params = jax.device_put(held, self._places)
         self._temperature = jnp.float32(temperature)
         self._inbox, self._queued, self._active, self._failure = [], [], [], None
         task = asyncio.create_task(self._serve())

@@ -8,12 +8,12 @@ from __future__ import annotations
 import jax
 from jax.sharding import Mesh
 
-from hsql_jax.model.attention.base import MASKED, Backend, Case, platform_of
+from hsql_jax.model.attention.base import MASKED, Backend, Case
 from hsql_jax.model.attention.blocks import BLOCKS
 from hsql_jax.model.attention.chunked import CHUNKED
 from hsql_jax.model.attention.cudnn import CUDNN
 from hsql_jax.model.attention.splash import SPLASH
-from hsql_jax.sharding import shards
+from hsql_jax.sharding import platform_of, shards
 
 __all__ = ["BACKENDS", "MASKED", "attention", "choose"]
 

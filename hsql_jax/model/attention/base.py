@@ -40,12 +40,6 @@ class Backend(NamedTuple):
     run: Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Mesh | None], jax.Array]
 
 
-def platform_of(mesh: Mesh | None) -> str:
-    """Where the computation will run: "cpu", "gpu" or "tpu"."""
-    name = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    return "gpu" if name == "cuda" else name
-
-
 def on_mesh(
     local: Callable[..., jax.Array],
     mesh: Mesh | None,

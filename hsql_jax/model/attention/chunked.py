@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from hsql_jax.model.attention.base import MASKED, Backend, Case, on_mesh, platform_of
+from hsql_jax.model.attention.base import MASKED, Backend, Case, on_mesh
+from hsql_jax.sharding import platform_of
 
 BLOCK = 512  # queries and keys of a block: scores [X, G, 512, 512] are the most that is ever held
-CPU_BLOCK = 64  # what a core's cache holds; short segments also skip more blocks
+CPU_BLOCK = 64  # with one row after the other, what a core's cache holds; and it skips more
 
 
 def refuses(case: Case) -> str | None:
@@ -37,7 +38,8 @@ def run(
     ahead in time, and those of other segments, whose ids ascend in a row. Scores and sums are in
     float32.
     """
-    size = CPU_BLOCK if platform_of(mesh) == "cpu" else BLOCK
+    on_cpu = platform_of(mesh) == "cpu"
+    size = CPU_BLOCK if on_cpu else BLOCK
 
     def local(
         q: jax.Array,
@@ -54,10 +56,20 @@ def run(
         def whole(x: jax.Array) -> jax.Array:  # causality hides the padding from real queries
             return jnp.pad(x, [(0, 0), (0, -x.shape[1] % block)] + [(0, 0)] * (x.ndim - 2))
 
-        q = whole(q).transpose(0, 2, 1, 3).reshape(B * K, H // K, -1, Q)
-        k, v = (whole(x).transpose(0, 2, 1, 3).reshape(B * K, -1, Q) for x in (k, v))
-        masks = Masks(whole(q_ids), whole(kv_ids), jnp.asarray(offset, jnp.int32))
-        out = _attend(q, k, v, masks, block)
+        def rows(
+            q: jax.Array, k: jax.Array, v: jax.Array, q_ids: jax.Array, kv_ids: jax.Array
+        ) -> Any:
+            masks = Masks(q_ids, kv_ids, jnp.asarray(offset, jnp.int32))
+            q = q.transpose(0, 2, 1, 3).reshape(-1, H // K, q.shape[1], Q)
+            k, v = (x.transpose(0, 2, 1, 3).reshape(-1, x.shape[1], Q) for x in (k, v))
+            return _attend(q, k, v, masks, block)
+
+        padded = tuple(whole(x) for x in (q, k, v, q_ids, kv_ids))
+        if on_cpu:
+            one_row = jax.tree.map(lambda x: x[:, None], padded)
+            out = jax.lax.map(lambda row: rows(*row), one_row)
+        else:
+            out = rows(*padded)
         return out.reshape(B, H, -1, Q)[:, :, :t].transpose(0, 2, 1, 3)
 
     return on_mesh(local, mesh, q_BTHQ, k_BTKQ, v_BTKQ, segment_ids_BT)
