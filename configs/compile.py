@@ -43,6 +43,10 @@ def _one_a_row(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, packed=False)
 
 
+def _offload(model: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(model, remat="offload")
+
+
 def qwen3_8b_v5p_16() -> CompileConfig:
     """Qwen3-8B on eight chips."""
     return _long(models.qwen3_8b(), meshes.v5p_16(), "v5p:2x2x2", micro_batches=2)
@@ -54,13 +58,13 @@ def qwen3_14b_v5p_16() -> CompileConfig:
 
 
 def qwen3_8b_v6e_16() -> CompileConfig:
-    """Qwen3-8B on sixteen chips."""
-    return _long(models.qwen3_8b(), meshes.v6e_16(), "v6e:4x4")
+    """Qwen3-8B on sixteen chips, the layers' inputs in host memory."""
+    return _long(_offload(models.qwen3_8b()), meshes.v6e_16(), "v6e:4x4")
 
 
 def qwen3_14b_v6e_16() -> CompileConfig:
-    """Qwen3-14B on sixteen chips."""
-    return _long(models.qwen3_14b(), meshes.v6e_16(), "v6e:4x4")
+    """Qwen3-14B on sixteen chips, the layers' inputs in host memory."""
+    return _long(_offload(models.qwen3_14b()), meshes.v6e_16(), "v6e:4x4")
 
 
 def qwen3_8b_v5e_16() -> CompileConfig:

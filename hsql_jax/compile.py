@@ -26,7 +26,7 @@ from hsql_jax.config import option
 from hsql_jax.data import Batch
 from hsql_jax.errors import UserError
 from hsql_jax.hlo import Traffic, traffic
-from hsql_jax.losses import CHUNK
+from hsql_jax.losses import piece_size
 from hsql_jax.model import ModelConfig, init_params, param_shardings
 from hsql_jax.model.decode import Cache, Rows, cache_shardings, decode, extend, init_cache
 from hsql_jax.objectives import resolve
@@ -155,11 +155,11 @@ def compile_phase(name: str, config: CompileConfig, topology: Topology) -> Phase
         lowered = program.function.lower(*program.arguments, **program.keywords)
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        needed = needed_bytes(str(error))
-        if needed is None:
+        if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        left = 1 - needed / chip.memory
-        return Phase(name, False, program.devices, {"peak": needed}, chip.memory, left, flops)
+        memory = {"peak": needed_bytes(str(error))}
+        left = 1 - memory["peak"] / chip.memory
+        return Phase(name, False, program.devices, memory, chip.memory, left, flops)
     took = time.monotonic() - begin
     memory = memory_classes(compiled.memory_analysis(), program.classes, chip.platform)
     moved = traffic(compiled.as_text(), program.devices, program.loops)
@@ -188,12 +188,15 @@ def _collectives(moved: Traffic) -> dict[str, dict[str, float]]:
     return {kind: value._asdict() for kind, value in moved.collectives.items()}
 
 
-def needed_bytes(message: str) -> float | None:
-    """What a compiler that ran out of memory says it needed; None for any other failure."""
-    if "RESOURCE_EXHAUSTED" not in message:
-        return None
-    found = re.search(r"Used ([\d.]+)([KMGT]) of", message)
-    return float(found[1]) * 1024 ** (" KMGT".index(found[2])) if found else float("inf")
+def needed_bytes(message: str) -> float:
+    """What a compiler that ran out of memory says it needed: the first size of its message.
+
+    It may be of the temporaries alone. Raises `UserError` for a message without a size.
+    """
+    found = re.search(r"([\d.]+)([KMGT])i?B?\b", message)
+    if found is None:
+        raise UserError(f"the compiler ran out of memory: {message.splitlines()[0]}")
+    return float(found[1]) * 1024 ** (" KMGT".index(found[2]))
 
 
 def memory_classes(stats: Any, classes: dict[str, Any], platform: str) -> dict[str, float]:
@@ -253,7 +256,7 @@ def _train(name: str, config: CompileConfig, meshes: tuple[Mesh, Mesh]) -> Progr
     forward = forward_flops(model, config.rows, config.tokens, config.tokens / 2)
     # The loss visits its tokens in chunks, as many as there are tokens with a loss: here all.
     own = math.prod(shape[1:]) // (shards(mesh, "batch") * shards(mesh, "time"))
-    chunks = -(-own // CHUNK)
+    chunks = -(-own // piece_size(mesh))
     return Program(
         devices=mesh.size,
         function=make_train_step(model, loss, tx, mesh),
@@ -317,12 +320,19 @@ def _engine_arrays(config: CompileConfig, mesh: Mesh) -> dict[str, Any]:
     cache: Cache = jax.eval_shape(lambda: init_cache(model, engine.slots + 1, length))
     kinds = (jnp.int32, jnp.int32, jnp.uint32, jnp.int32)
     rows = Rows(*(jax.ShapeDtypeStruct((engine.rows,), kind) for kind in kinds))
+    placed = _placed(params, param_shardings(mesh, model))
+    layer = jax.tree.map(_of_one_layer, placed["layers"])
     return {
-        "params": _placed(params, param_shardings(mesh, model)),
+        "params": placed | {"layers": (layer,) * model.layers},
         "cache": _placed(cache, cache_shardings(mesh, cache)),
         "rows": _placed(rows, replicated(mesh)),
         "temperature": _placed(jax.ShapeDtypeStruct((), jnp.float32), replicated(mesh)),
     }
+
+
+def _of_one_layer(stack: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(stack.sharding.mesh, jax.P(*stack.sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)
 
 
 def forward_flops(

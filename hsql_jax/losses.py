@@ -74,10 +74,15 @@ def token_logprobs(
     `keep` them. The head is gathered and its gradient, summed in float32, reduced over the mesh
     block by block, each once.
     """
-    piece = CPU_PIECE if platform_of(mesh) == "cpu" else PIECE
+    piece = piece_size(mesh)
     plan = _Plan(chunk or piece, block or piece, keep, mesh)
     inputs = hidden_BTD, head_DV, targets_BT, mask_BT != 0, jnp.float32(temperature)
     return _logprobs(plan, *inputs)
+
+
+def piece_size(mesh: Mesh | None) -> int:
+    """Tokens and columns of a piece where the mesh is."""
+    return CPU_PIECE if platform_of(mesh) == "cpu" else PIECE
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -174,10 +174,34 @@ def test_a_compilers_refusal_is_a_report_too(monkeypatch: pytest.MonkeyPatch) ->
     assert phase.memory == {"peak": 28.1 * 2**30}
 
 
-def test_only_running_out_of_memory_is_a_refusal() -> None:
-    assert needed_bytes("INTERNAL: Used 28.10G of 15.75G hbm") is None
-    assert needed_bytes("RESOURCE_EXHAUSTED: Used 512.00M of 256.00M vmem") == 2**29
-    assert needed_bytes("RESOURCE_EXHAUSTED: something else") == math.inf
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [
+        ("Ran out of memory in memory space hbm. Used 28.10G of 15.75G hbm.", 28.10 * 2**30),
+        (
+            "memory required for HLO temporaries (22.88G) exceeds available HBM (15.75G)",
+            22.88 * 2**30,
+        ),
+        ("Used 512.00M of 256.00M vmem", 2**29),
+    ],
+)
+def test_what_a_compiler_says_that_it_needed(message: str, size: float) -> None:
+    assert needed_bytes(f"RESOURCE_EXHAUSTED: XLA:TPU. {message}") == size
+
+
+def test_a_refusal_without_a_size_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"^the compiler ran out of memory: RESOURCE_EXHAUSTED: -$"):
+        needed_bytes("RESOURCE_EXHAUSTED: -\nmore")
+
+
+def test_other_failures_of_a_compiler_are_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def lower(self, *_: Any, **__: Any) -> Any:
+            raise jax.errors.JaxRuntimeError("INTERNAL: Used 28.10G of 15.75G hbm")
+
+    monkeypatch.setattr("hsql_jax.compile.make_train_step", lambda *_: Failing())
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        compile_phase("sft", TINY, find_topology("cpu:8"))
 
 
 def test_the_peak_is_the_compilers_own_where_it_is_right() -> None:

@@ -25,6 +25,7 @@ from hsql_jax.model.decode import (
     init_cache,
     inverse_cdf,
     sample,
+    unstack,
     write_rows,
 )
 
@@ -79,7 +80,7 @@ class Run:
             tokens[i, : len(new[i])], count[i] = new[i], len(new[i])
         state = self.state()
         buffer, token, logprob = compiled(self.config)[0](
-            params(self.config),
+            unstack(params(self.config)),
             cache=self.cache,
             rows=state,
             tokens_RW=tokens,
@@ -98,7 +99,7 @@ class Run:
         """Decode a chunk; return how many tokens each row sampled."""
         state = self.state()
         buffer, sampled = compiled(self.config)[1](
-            params(self.config),
+            unstack(params(self.config)),
             cache=self.cache,
             rows=state,
             token_R=np.array([ids[-1] if ids else 0 for ids in self.ids], np.int32),

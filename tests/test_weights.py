@@ -240,7 +240,8 @@ def test_what_devices_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
         assert sum(sizes) == sum(distinct.values()) == total
 
 
-def test_chunks_cover_a_shard_and_are_small() -> None:
+def test_chunks_cover_a_shard_and_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 2 << 20)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shape = (5, 1000, 1300)  # 2.6 MB a layer
     target = shards.Target(shape, jnp.dtype("bfloat16"), sharding, (0, 2), lambda _: np.empty(0))
@@ -299,10 +300,11 @@ def test_two_processes_read_their_own_slices_and_the_first_one_writes(tmp_path: 
         for rank in range(2)
     ]
     try:
-        outputs = [json.loads(process.communicate(timeout=200)[0]) for process in processes]
+        printed = [process.communicate(timeout=200)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
+    outputs = [json.loads(lines.splitlines()[-1]) for lines in printed]
     _, whole = load_hf(source)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
     norms = 2 * whole["layers"]["q_norm"].nbytes  # q_norm and k_norm are whole in both

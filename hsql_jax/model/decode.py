@@ -144,6 +144,14 @@ def cached_attention(
     return out.reshape(R, K, H // K, W, Q).transpose(0, 3, 1, 2, 4).reshape(R, W, H, Q)
 
 
+def unstack(params: Params) -> Params:
+    """The parameters with every layer's apart: a loop would copy its slice at every step."""
+    layers = params["layers"]
+    count = layers["q"].shape[0]
+    apart = tuple(jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(count))
+    return params | {"layers": apart}
+
+
 def cached_layers(
     params: Params,
     config: ModelConfig,
@@ -156,14 +164,15 @@ def cached_layers(
 ) -> tuple[jax.Array, Cache]:
     """All layers over W new tokens a row; their keys and values enter `new` at `offset`.
 
+    The parameters are those of `unstack`.
+
     A query sees the cache `old` and the buffer `new` under the two masks of `visible`. Returns
     the final hidden states [R, W, D] and the updated buffer.
     """
     x = params["embed"][tokens_RW].astype(config.dtype)
     cos_sin = rope_table(positions_RW, config.head_dim, config.rope_theta)
     buffers = []
-    for index in range(config.layers):
-        weights = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
+    for index, weights in enumerate(params["layers"]):
         q, k, v = project_qkv(x, weights, config, cos_sin)
         buffer = LayerCache(
             jax.lax.dynamic_update_slice_in_dim(

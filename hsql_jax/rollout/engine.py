@@ -21,7 +21,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hsql_jax.model.config import ModelConfig
-from hsql_jax.model.decode import Rows, cache_shardings, decode, extend, init_cache, write_rows
+from hsql_jax.model.decode import (
+    Rows,
+    cache_shardings,
+    decode,
+    extend,
+    init_cache,
+    unstack,
+    write_rows,
+)
 from hsql_jax.model.qwen3 import param_shardings
 from hsql_jax.sharding import MeshConfig, make_mesh
 
@@ -159,7 +167,7 @@ class Engine:
     async def running(self, params: Any, temperature: float) -> AsyncIterator[None]:
         """Serves `generate` with these parameters while the block runs; 0 is greedy."""
         held = jax.tree.map(lambda leaf: leaf.astype(self._dtype), params)
-        self._params = jax.device_put(held, self._places)
+        self._params = jax.jit(unstack)(jax.device_put(held, self._places))
         self._temperature = jnp.float32(temperature)
         self._inbox, self._queued, self._active, self._failure = [], [], [], None
         task = asyncio.create_task(self._serve())

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 Index = tuple[tuple[int, int], ...]  # (start, stop) of each axis
 
-CHUNK_BYTES = 2 << 20  # of one device's shard, read and sent at a time
+CHUNK_BYTES = 1 << 20  # of one device's shard, read and sent at a time
 READS_AHEAD = 4  # chunks being read while one is sent
 HOST_BYTES_PER_DEVICE = (READS_AHEAD + 2) * CHUNK_BYTES  # the most that is held beside the arrays
 
@@ -101,10 +101,10 @@ def _read_ahead(
     waiting: deque[Any] = deque()
     with ThreadPoolExecutor(READS_AHEAD) as pool:
         for number, at in steps:
-            waiting.append((number, at, pool.submit(targets[number].read_chunk, at)))
-            if len(waiting) > READS_AHEAD:
+            if len(waiting) == READS_AHEAD:
                 first, start, chunks = waiting.popleft()
                 yield first, start, chunks.result()
+            waiting.append((number, at, pool.submit(targets[number].read_chunk, at)))
         while waiting:
             first, start, chunks = waiting.popleft()
             yield first, start, chunks.result()
