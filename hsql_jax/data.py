@@ -86,11 +86,11 @@ def trim(example: Example) -> Example:
     return Example(example.ids[:end], example.mask[:end], logprobs, example.advantage)
 
 
-def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def first_fit(lengths: Sequence[int], capacity: int, packed: bool = True) -> list[list[int]]:
     """Return bins of indices: each length, longest first, goes to the first bin with room.
 
-    Bins are ordered by their first member's place in `lengths`. Raises ValueError for a length
-    above `capacity`.
+    Bins are ordered by their first member's place in `lengths`; with `packed=False` each has one
+    member only. Raises ValueError for a length above `capacity`.
     """
     room = np.full(len(lengths), capacity)
     bins: list[list[int]] = []
@@ -102,7 +102,7 @@ def first_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         if place == len(bins):
             bins.append([])
         bins[place].append(int(index))
-        room[place] -= size
+        room[place] -= size if packed else capacity
     return sorted(sorted(members) for members in bins)
 
 
@@ -128,21 +128,22 @@ def assemble(rows: Sequence[Sequence[Example]], length: int, count: int) -> Batc
     return Batch(tokens, targets, loss_mask, segment_ids, positions, advantages, old_logprobs)
 
 
-def pack(examples: Sequence[Example], length: int, rows: int) -> list[Batch]:
+def pack(examples: Sequence[Example], length: int, rows: int, packed: bool = True) -> list[Batch]:
     """Pack all examples, each once, into batches of [rows, length]; the last may hold padding rows.
 
     Raises ValueError for an example longer than `length`: call `select` before.
     """
-    bins = first_fit([len(example.ids) for example in examples], length)
-    packed = [[examples[i] for i in members] for members in bins]
-    return [assemble(packed[i : i + rows], length, rows) for i in range(0, len(packed), rows)]
+    bins = first_fit([len(example.ids) for example in examples], length, packed)
+    filled = [[examples[i] for i in members] for members in bins]
+    return [assemble(filled[i : i + rows], length, rows) for i in range(0, len(filled), rows)]
 
 
 class BatchStream(Iterator[Batch]):
     """Packed batches for training, each example once an epoch, deterministic and resumable.
 
     Which examples share a row is fixed by `seed`; rows are shuffled anew each epoch. `epochs=None`
-    repeats without end. `counts` tells what was dropped, `fill` the share of row tokens in use.
+    repeats without end, `packed=False` gives each example a row of its own. `counts` tells what
+    was dropped, `fill` the share of row tokens in use.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class BatchStream(Iterator[Batch]):
         rows: int,
         seed: int,
         epochs: int | None = None,
+        packed: bool = True,
     ) -> None:
         kept, self.counts = select(examples, length)
         if not kept:
@@ -161,15 +163,15 @@ class BatchStream(Iterator[Batch]):
                 "give longer rows (row_tokens)"
             )
         order = np.random.default_rng(seed).permutation(len(kept))
-        bins = first_fit([len(kept[i].ids) for i in order], length)
-        packed = [[kept[order[i]] for i in members] for members in bins]
-        epoch = grain.MapDataset.source(packed).shuffle(seed)
+        bins = first_fit([len(kept[i].ids) for i in order], length, packed)
+        filled = [[kept[order[i]] for i in members] for members in bins]
+        epoch = grain.MapDataset.source(filled).shuffle(seed)
         batches = epoch.batch(rows, batch_fn=lambda group: assemble(group, length, rows))
         self.steps_per_epoch = len(batches)
         self.fill = self.counts.tokens / (len(batches) * rows * length)
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         self._iterator = iter(batches.repeat(epochs).to_iter_dataset(options))
-        self._data = {"rows": len(packed), "tokens": self.counts.tokens, "seed": seed}
+        self._data = {"rows": len(filled), "tokens": self.counts.tokens, "seed": seed}
 
     def __next__(self) -> Batch:
         return next(self._iterator)

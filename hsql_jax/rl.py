@@ -74,11 +74,12 @@ class Rollouts:
         objective: Objective,
         config: RlConfig,
         row_tokens: int,
+        packed: bool,
         seed: int,
         sink: Path,
     ) -> None:
         self._player, self._objective, self._config = player, objective, config
-        self._row_tokens, self._sink = row_tokens, sink
+        self._row_tokens, self._packed, self._sink = row_tokens, packed, sink
         order = np.random.default_rng(seed).permutation(len(tasks))
         self._tasks = [tasks[i] for i in order]
         self.cursor = 0  # questions drawn so far
@@ -175,7 +176,7 @@ class Rollouts:
                 for one, advantage in zip(group, advantages, strict=True):
                     if one.session is not None and any(one.session.mask):
                         examples.append(one.session.example(float(advantage)))
-            micro = pack(examples, self._row_tokens, ROWS)
+            micro = pack(examples, self._row_tokens, ROWS, self._packed)
             if not micro:
                 raise UserError("rl: no prompt leaves room for a turn; raise --engine.lengths")
             padding = jax.tree.map(np.zeros_like, micro[0])
@@ -234,7 +235,7 @@ def run_rl(
     steps = config.iterations * config.updates
     objective = resolve(config.objective)
     tx = make_optimizer(config.optim, steps)
-    source = Rollouts(player, tasks, objective, config, row_tokens, seed, sink)
+    source = Rollouts(player, tasks, objective, config, row_tokens, model.packed, seed, sink)
     with Checkpoints(folder) as checkpoints:
         if checkpoints.latest() is None:
             state = create_state(params, model, tx, mesh)

@@ -127,7 +127,7 @@ def run_stage(
     Continues from the newest checkpoint in `folder`, with the same data order, if there is one.
     """
     tx = make_optimizer(config.optim, config.steps)
-    stream = BatchStream(examples, config.row_tokens, config.rows, seed)
+    stream = BatchStream(examples, config.row_tokens, config.rows, seed, packed=model.packed)
     with Checkpoints(folder) as checkpoints:
         if checkpoints.latest() is None:
             state = create_state(start(), model, tx, mesh)

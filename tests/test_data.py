@@ -70,6 +70,7 @@ def test_a_real_token_may_equal_zero() -> None:
 
 def test_first_fit() -> None:
     assert first_fit([5, 4, 3, 2, 6], 10) == [[0, 2, 3], [1, 4]]
+    assert first_fit([5, 4, 3], 10, packed=False) == [[0], [1], [2]]
     assert first_fit([], 10) == []
     with pytest.raises(ValueError, match="example 1 has 11 tokens, a row holds 10"):
         first_fit([5, 11], 10)

@@ -18,6 +18,7 @@ from hsql_jax.losses import token_logprobs
 from hsql_jax.model import ModelConfig, forward, head_matrix, init_params, param_specs
 from hsql_jax.model.config import Remat
 from hsql_jax.model.qwen3 import is_spec, matmul
+from hsql_jax.sharding import MeshConfig, make_mesh
 from hsql_jax.weights import hf_views, load_hf
 
 GOLDEN = Path(__file__).parent / "fixtures" / "golden"
@@ -102,6 +103,8 @@ CHANGES: dict[str, Any] = {
     "dtype": "bfloat16",
     "param_dtype": "bfloat16",
     "remat": "none",
+    "attention": "chunked",
+    "packed": False,
 }
 
 
@@ -124,6 +127,8 @@ def test_each_field_of_the_config_changes_the_logits(field: str) -> None:
         np.testing.assert_allclose(after, before[..., : after.shape[-1]], atol=1e-5)
     elif field == "remat":
         np.testing.assert_array_equal(after, before)
+    elif field in ("attention", "packed"):
+        np.testing.assert_allclose(after, before, atol=1e-5)
     else:
         assert np.abs(after - before).max() > (1e-4 if field == "rms_eps" else 1e-2)
 
@@ -260,6 +265,18 @@ def test_gradients_of_weights_are_not_rounded_to_the_activations_dtype() -> None
     assert (out.dtype, d_x.dtype, d_weight.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     exact = np.asarray(x, np.float64).T @ np.ones((64, 8))
     np.testing.assert_allclose(d_weight, exact, rtol=1e-5)
+
+
+def test_eight_devices_that_share_each_row_compute_the_states_of_one() -> None:
+    config, params = load_hf(GOLDEN / "grouped")
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 128))
+    segments = np.repeat([[1, 2, 3, 0]], [20, 50, 48, 10], axis=1).repeat(2, axis=0)
+    positions = np.concatenate([np.arange(n) for n in (20, 50, 48, 10)])[None].repeat(2, axis=0)
+    states = jax.jit(forward, static_argnums=(1, 5))
+    alone = states(params, config, tokens, segments, positions, None)
+    for mesh in (MeshConfig(data=2, context=4), MeshConfig(fsdp=2, tensor=2, context=2)):
+        shared = states(params, config, tokens, segments, positions, make_mesh(mesh))
+        np.testing.assert_allclose(shared, alone, atol=1e-5)
 
 
 def test_init_depends_on_the_key_alone() -> None:

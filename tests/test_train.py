@@ -96,10 +96,15 @@ def test_metrics_are_those_of_the_definition() -> None:
     assert int(state.step) == 1
 
 
-def test_eight_devices_compute_the_step_of_one() -> None:
-    sharded = one_step(batch_of(ONE_A_ROW), SHARDED)
+@pytest.mark.parametrize(
+    "config",
+    [SHARDED, MeshConfig(data=2, context=4), MeshConfig(fsdp=2, tensor=2, context=2)],
+    ids=["time whole", "time in four", "time in two"],
+)
+def test_eight_devices_compute_the_step_of_one(config: MeshConfig) -> None:
+    sharded = one_step(batch_of(ONE_A_ROW), config)
     assert_same(sharded, reference())
-    wanted = jax.tree.leaves(param_shardings(make_mesh(SHARDED), MODEL))
+    wanted = jax.tree.leaves(param_shardings(make_mesh(config), MODEL))
     for leaf, sharding in zip(jax.tree.leaves(sharded[2].params), wanted, strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     assert len(sharded[2].params["layers"]["gate"].sharding.device_set) == 8

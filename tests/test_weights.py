@@ -240,7 +240,8 @@ def test_what_devices_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Non
         assert sum(sizes) == sum(distinct.values()) == total
 
 
-def test_chunks_cover_a_shard_and_are_small() -> None:
+def test_chunks_cover_a_shard_and_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 2 << 20)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shape = (5, 1000, 1300)  # 2.6 MB a layer
     target = shards.Target(shape, jnp.dtype("bfloat16"), sharding, (0, 2), lambda _: np.empty(0))
@@ -293,16 +294,16 @@ def test_two_processes_read_their_own_slices_and_the_first_one_writes(tmp_path: 
     processes = [
         subprocess.Popen(
             [sys.executable, script, str(rank), str(port), source, tmp_path / "target"],
-            stdout=subprocess.PIPE,
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
         )
         for rank in range(2)
     ]
     try:
-        outputs = [json.loads(process.communicate(timeout=200)[0]) for process in processes]
+        assert [process.wait(timeout=200) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
+    outputs = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     _, whole = load_hf(source)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
     norms = 2 * whole["layers"]["q_norm"].nbytes  # q_norm and k_norm are whole in both

@@ -2,7 +2,7 @@
 
     weights_process.py RANK PORT SOURCE TARGET
 
-Prints the bytes that it read from files and those that its devices hold.
+Writes RANK.json beside TARGET: the bytes that it read from files and those that its devices hold.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def main(rank: int, port: int, source: Path, target: Path) -> None:
             assert np.asarray(shard.data).tobytes() == expected[shard.index].tobytes()
         held += sum(shard.data.nbytes for shard in distinct.values())
     save_hf(target, config, params)
-    print(json.dumps({"read": sum(sizes), "held": held}))
+    counts = {"read": sum(sizes), "held": held}
+    target.with_name(f"{rank}.json").write_text(json.dumps(counts))
 
 
 if __name__ == "__main__":

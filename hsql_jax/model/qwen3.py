@@ -122,7 +122,9 @@ def forward(
     """Final hidden states [B, T, D] of packed rows; `head_matrix` turns them into logits.
 
     `segment_ids` separate the sequences of a row (0 is padding) and `positions` restart in each.
-    With a `mesh`, the rows and their time stay split over it from layer to layer.
+    With a `mesh`, the rows and their time stay split over it from layer to layer. Where time is
+    split, give each of the batch's devices one row at a time (as micro-batches): of several, which
+    are flattened together with their time, XLA gathers the time.
     """
     x_BTD = params["embed"][tokens_BT].astype(config.dtype)
     x_BTD = constrain(x_BTD, mesh, "batch", "time", None)

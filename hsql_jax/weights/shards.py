@@ -101,10 +101,10 @@ def _read_ahead(
     waiting: deque[Any] = deque()
     with ThreadPoolExecutor(READS_AHEAD) as pool:
         for number, at in steps:
-            waiting.append((number, at, pool.submit(targets[number].read_chunk, at)))
-            if len(waiting) > READS_AHEAD:
+            if len(waiting) == READS_AHEAD:
                 first, start, chunks = waiting.popleft()
                 yield first, start, chunks.result()
+            waiting.append((number, at, pool.submit(targets[number].read_chunk, at)))
         while waiting:
             first, start, chunks = waiting.popleft()
             yield first, start, chunks.result()

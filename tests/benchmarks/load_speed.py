@@ -66,24 +66,25 @@ def read_and_copy(file: Path) -> int:
 
 
 def child(kind: str, folder: Path) -> None:
-    """One measurement: prints its seconds, the array's bytes, and the memory before."""
+    """One measurement: prints its seconds, the arrays' bytes, and the memory before."""
     if kind == COPY:
-        before, start = rss_anon(), time.perf_counter()
+        before, start, cpu = rss_anon(), time.perf_counter(), time.process_time()
         held = read_and_copy(folder / TENSORS)
     else:
         jax.config.update("jax_num_cpu_devices", 8)
         mesh = make_mesh(MESHES[kind])
-        before, start = rss_anon(), time.perf_counter()
+        before, start, cpu = rss_anon(), time.perf_counter(), time.process_time()
         _, params = load_hf(folder, mesh=mesh)
         jax.block_until_ready(params)
         held = sum(
             s.data.nbytes for leaf in jax.tree.leaves(params) for s in leaf.addressable_shards
         )
-    print(json.dumps({"s": time.perf_counter() - start, "held": held, "before": before}))
+    times = {"s": time.perf_counter() - start, "cpu_s": time.process_time() - cpu}
+    print(json.dumps(times | {"held": held, "before": before}))
 
 
 def measure(kind: str, folder: Path) -> dict[str, float]:
-    """Run a child; its seconds, and the peak of its memory above what it held, in bytes."""
+    """Run a child; its seconds, and the peak of its memory above before and the arrays, bytes."""
     command = [sys.executable, __file__, "--child", kind, "--folder", str(folder)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
@@ -94,7 +95,8 @@ def measure(kind: str, folder: Path) -> dict[str, float]:
         assert process.returncode == 0
         assert process.stdout is not None
         result = json.loads(process.stdout.read())
-    return {"s": result["s"], "above": peak - result["before"] - result["held"]}
+    above = peak - result.pop("before") - result.pop("held")
+    return result | {"above": above}
 
 
 def main() -> None:
@@ -120,6 +122,7 @@ def main() -> None:
         above = max(run["above"] for run in results)
         print(
             f"{kind:<18}{best[kind]:>7.2f} s best  {best[kind] / best[COPY]:>5.2f} times"
+            f"  {min(run['cpu_s'] for run in results):>6.2f} CPU-s"
             f"  {above / 2**20:>7.0f} MB above the arrays"
         )
         assert kind == COPY or above <= MEMORY_BOUND, kind

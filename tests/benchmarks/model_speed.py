@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -78,11 +78,11 @@ class Sizes:
 
 
 class Contender(Protocol):
-    """What a process does when asked; `variant` is one way to do it."""
+    """What a process does when asked; `variant` is one of its ways to do it."""
 
     held_bytes: int  # kept between two calls of `generate`, though it serves only them
 
-    def __init__(self, folder: Path, sizes: Sizes, variant: str) -> None:
+    def __init__(self, folder: Path, sizes: Sizes, variant: Any) -> None:
         """Load the weights of `folder`."""
 
     def train(self) -> float:
@@ -98,7 +98,7 @@ class Contender(Protocol):
 class Ours:
     """This repository; the variant is the rematerialisation policy."""
 
-    def __init__(self, folder: Path, sizes: Sizes, variant: str) -> None:
+    def __init__(self, folder: Path, sizes: Sizes, variant: Any) -> None:
         import jax
         import jax.numpy as jnp
 
@@ -119,10 +119,10 @@ class Ours:
         self._state = create_state(jax.tree.map(jnp.array, params), config, tx, mesh)
         rows = [[Example(row, np.ones_like(row))] for row in np.load(folder / "tokens.npy")]
         self._batch = stack([assemble(rows, sizes.length, sizes.rows)])
-        self._step = make_train_step(config, sft().loss, tx, mesh)
+        self._step: Any = make_train_step(config, sft().loss, tx, mesh)
         self._config, self._params, self._sizes = config, jax.device_put(params), sizes
         self._prompts = np.load(folder / "prompts.npy").tolist()
-        self._loop, self._engine = asyncio.Runner(), None
+        self._loop, self._engine = asyncio.Runner(), cast(Any, None)
         self.held_bytes = 0
 
     def train(self) -> float:
@@ -173,8 +173,8 @@ class Torch:
 
     held_bytes = 0
 
-    def __init__(self, folder: Path, sizes: Sizes, variant: str) -> None:
-        import torch
+    def __init__(self, folder: Path, sizes: Sizes, variant: Any) -> None:
+        import torch  # type: ignore[import-not-found]
         import transformers
 
         transformers.logging.set_verbosity_error()
@@ -218,13 +218,16 @@ class Tunix:
 
     held_bytes = 0
 
-    def __init__(self, folder: Path, sizes: Sizes, variant: str) -> None:
+    def __init__(self, folder: Path, sizes: Sizes, variant: Any) -> None:
         import jax
         import jax.numpy as jnp
         import optax
         from flax import nnx
-        from tunix.generate.sampler import CacheConfig, Sampler
-        from tunix.models.qwen3 import model, params
+        from tunix.generate.sampler import (  # type: ignore[import-not-found]
+            CacheConfig,
+            Sampler,
+        )
+        from tunix.models.qwen3 import model, params  # type: ignore[import-not-found]
 
         config = model.ModelConfig(
             num_layers=sizes.layers,
@@ -259,7 +262,7 @@ class Tunix:
             optimizer.update(network, grads)
             return value
 
-        self._step = nnx.jit(step, donate_argnames=("network", "optimizer"))
+        self._step: Any = nnx.jit(step, donate_argnames=("network", "optimizer"))
         self._sizes = sizes
         self._prompts = [" ".join(map(str, row)) for row in np.load(folder / "prompts.npy")]
         cache = CacheConfig(sizes.prompt + sizes.new, sizes.layers, sizes.kv_heads, sizes.head_dim)
@@ -380,6 +383,27 @@ def peak_of(read: Callable[[], int]) -> Iterator[list[int]]:
 # --- the process that asks -----------------------------------------------------------------------
 
 
+class Entry(NamedTuple):
+    """A contender by its class and variant, and what it is asked to do."""
+
+    name: str
+    kind: str
+    variant: str
+    tasks: tuple[str, ...]
+
+
+TRAINING = TASKS[:1]
+ENTRIES = (
+    Entry("ours, remat none", "ours", "none", TASKS),
+    Entry("ours, remat products", "ours", "products", TRAINING),
+    Entry("ours, remat full", "ours", "full", TRAINING),
+    Entry("torch eager", "torch", "eager", TASKS),
+    Entry("torch.compile", "torch", "compile", TRAINING),
+    Entry("tunix", "tunix", "NONE", TASKS),
+    Entry("tunix, remat", "tunix", "DECODER", TRAINING),
+)
+
+
 @dataclass(frozen=True)
 class Child:
     """A contender's process."""
@@ -405,11 +429,9 @@ class Child:
 
 
 @contextmanager
-def child(
-    name: str, python: str, kind: str, variant: str, folder: Path, tasks: Sequence[str]
-) -> Iterator[Child]:
+def child(entry: Entry, python: str, folder: Path) -> Iterator[Child]:
     """Start a contender, and end it."""
-    command = [python, __file__, "--serve", kind, variant, str(folder)]
+    command = [python, __file__, "--serve", entry.kind, entry.variant, str(folder)]
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -418,7 +440,7 @@ def child(
         env=os.environ | ENVIRONMENT,
     )
     try:
-        yield Child(name, tuple(tasks), process)
+        yield Child(entry.name, entry.tasks, process)
     finally:
         process.kill()
         process.wait()
@@ -445,22 +467,6 @@ def prepare(folder: Path, sizes: Sizes) -> None:
     np.save(folder / "tokens.npy", rng.integers(0, sizes.vocab, (sizes.rows, sizes.length)))
     np.save(folder / "prompts.npy", rng.integers(0, sizes.vocab, (sizes.sequences, sizes.prompt)))
     (folder / "sizes.json").write_text(json.dumps(asdict(sizes)))
-
-
-def contenders(args: argparse.Namespace) -> list[tuple[str, str, str, str, Sequence[str]]]:
-    """Name, interpreter, class, variant and tasks of all that can run here."""
-    generation, training = TASKS, TASKS[:1]
-    ours, torch, tunix = sys.executable, args.torch_python, args.tunix_python
-    every: list[tuple[str, str | None, str, str, Sequence[str]]] = [
-        ("ours, remat none", ours, "ours", "none", generation),
-        ("ours, remat products", ours, "ours", "products", training),
-        ("ours, remat full", ours, "ours", "full", training),
-        ("torch eager", torch, "torch", "eager", generation),
-        ("torch.compile", torch, "torch", "compile", training),
-        ("tunix", tunix, "tunix", "NONE", generation),
-        ("tunix, remat", tunix, "tunix", "DECODER", training),
-    ]
-    return [(name, python, *rest) for name, python, *rest in every if python]
 
 
 def compare(children: Sequence[Child], answers: dict[tuple[str, str], Any]) -> dict[str, Any]:
@@ -542,14 +548,15 @@ def main() -> None:
     if args.serve:
         return serve(args.serve[0], args.serve[1], Path(args.serve[2]))
     sizes = Sizes(**{field.name: getattr(args, field.name) for field in fields(Sizes)})
-    for kind in ("torch", "tunix"):
-        if not vars(args)[f"{kind}_python"]:
-            print(f"{kind} is left out: no --{kind}-python")
+    pythons = {"ours": sys.executable, "torch": args.torch_python, "tunix": args.tunix_python}
+    for kind in (kind for kind, python in pythons.items() if python is None):
+        print(f"{kind} is left out: no --{kind}-python")
+    entries = [entry for entry in ENTRIES if pythons[entry.kind] is not None]
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        prepare(Path(name), sizes)
+        folder = Path(name)
+        prepare(folder, sizes)
         children = [
-            stack.enter_context(child(label, *how, Path(name), tasks))
-            for label, *how, tasks in contenders(args)
+            stack.enter_context(child(entry, pythons[entry.kind], folder)) for entry in entries
         ]
         results = measure(children, args.rounds, sizes)
     show(results)

@@ -66,11 +66,6 @@ def on_mesh(
     k_BTKQ, v_BTKQ = (jnp.repeat(kv, repeat, axis=2) for kv in (k_BTKQ, v_BTKQ))
     axes = ("batch", "time", "heads", None)
     layout(mesh, q_BTHQ.shape, axes)
-    if q_BTHQ.shape[2] % k_BTKQ.shape[2]:
-        raise ValueError(
-            f"{q_BTHQ.shape[2]} query heads do not divide over {k_BTKQ.shape[2]} key/value heads, "
-            f"which {tensor} devices of the tensor axis need; lower that axis"
-        )
 
     def rank(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, extra: Any) -> jax.Array:
         k, v, all_ids = (jax.lax.all_gather(x, time, axis=1, tiled=True) for x in (k, v, ids))

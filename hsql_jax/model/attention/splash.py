@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -15,6 +14,8 @@ from hsql_jax.sharding import shards, spec_of
 
 LANES = 128  # of a TPU's vector unit
 BLOCK = 512  # most queries of a block, and keys of a product
+STORED = 2048  # most keys held beside the products, half of what a TPU core's memory takes
+COPIES = 16  # most partial gradients of the queries that one fused backward kernel may write
 
 
 def refuses(case: Case) -> str | None:
@@ -39,13 +40,16 @@ def run(
 ) -> jax.Array:
     """Causal attention within segments; returns [B, T, H, Q].
 
-    Queries are scaled in their own dtype before the kernel. `interpret` runs the kernel step by
-    step on any platform: for tests.
+    Queries are scaled in their own dtype before the kernel. Its fused backward pass writes one
+    gradient of the queries for each 2,048 keys and sums them at the end; beyond 32,768 tokens, for
+    which that memory grows too large, a second kernel computes it. `interpret` runs the kernel
+    step by step on any platform: for tests.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
-    _, T, H, _ = q_BTHQ.shape
-    kernel = _kernel(H, T, shards(mesh, "heads"), shards(mesh, "time"), interpret)
+    _, T, H, Q = q_BTHQ.shape
+    stored = STORED if Q * q_BTHQ.dtype.itemsize <= 2 * LANES else STORED // 4
+    kernel = _kernel(H, T, shards(mesh, "heads"), shards(mesh, "time"), stored, interpret)
     split = mesh and kernel.manual_sharding_spec(NamedSharding(mesh, spec_of(("heads", "time"))))
 
     def local(
@@ -64,13 +68,15 @@ def run(
 
 
 @functools.cache
-def _kernel(heads: int, length: int, head_shards: int, time_shards: int, interpret: bool) -> Any:
+def _kernel(
+    heads: int, length: int, head_shards: int, time_shards: int, stored: int, interpret: bool
+) -> Any:
     """The kernel with its causal block mask, a pytree whose masks are split as the queries are."""
     from jax.experimental.pallas.ops.tpu import splash_attention as pallas  # 0.3 s, for TPUs only
 
-    queries = math.gcd(length // time_shards, BLOCK)
-    keys = math.gcd(length, BLOCK)
-    stored = math.gcd(length, 4 * BLOCK)
+    queries, stored = _divisor(length // time_shards, BLOCK), _divisor(length, stored)
+    keys = _divisor(stored, BLOCK)
+    fused = length <= COPIES * stored
     sizes = pallas.BlockSizes(
         block_q=queries,
         block_kv=stored,
@@ -78,7 +84,9 @@ def _kernel(heads: int, length: int, head_shards: int, time_shards: int, interpr
         block_q_dkv=queries,
         block_kv_dkv=stored,
         block_kv_dkv_compute=keys,
-        use_fused_bwd_kernel=True,
+        use_fused_bwd_kernel=fused,
+        block_q_dq=None if fused else queries,
+        block_kv_dq=None if fused else keys,
     )
     mask = pallas.MultiHeadMask([pallas.CausalMask((length, length))] * heads)
     with jax.ensure_compile_time_eval():
@@ -90,6 +98,11 @@ def _kernel(heads: int, length: int, head_shards: int, time_shards: int, interpr
             interpret=interpret,
         )
         return jax.tree.map(np.asarray, kernel)  # no device array, no tracer, in the cache
+
+
+def _divisor(length: int, most: int) -> int:
+    """The largest multiple of `LANES` up to `most` that divides `length`, a multiple itself."""
+    return max(size for size in range(LANES, most + 1, LANES) if length % size == 0)
 
 
 SPLASH = Backend(refuses, run)
