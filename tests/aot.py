@@ -73,7 +73,7 @@ def test_an_update_of_16_rows_fits(recipe: str, tokens: int) -> None:
     assert phase.headroom >= HEADROOM
 
 
-@pytest.mark.parametrize("recipe", ["qwen3_8b_h100_8", "qwen3_14b_h100_8"])
+@pytest.mark.parametrize("recipe", LARGEST)
 def test_an_update_takes_less_with_layer_inputs_on_the_host(recipe: str) -> None:
     model = dataclasses.replace(getattr(recipes, recipe)().model, remat="offload")
     [phase] = compiled(recipe, f"{recipe}-32768-offload", ("sft",), model=model)
