@@ -161,6 +161,8 @@ def _memory_bytes(computations: Computations, scope: dict[str, Op], op: Op) -> f
     """Read and written by one operation outside of fusions; slices count what they touch."""
     if op.kind in FREE or op.kind.endswith("-done"):
         return 0.0
+    if op.kind.endswith("-start"):
+        return _transfer_bytes(op)
     if op.kind in ("dynamic-slice", "gather", "slice"):
         return 2 * shape_bytes(op.shape)
     if op.kind == "dynamic-update-slice":
@@ -184,6 +186,13 @@ def _memory_bytes(computations: Computations, scope: dict[str, Op], op: Op) -> f
         written = sum(shape_bytes(fused[update.operands[1]].shape) for update in updates)
         return read + min(written, shape_bytes(op.shape))
     return read + shape_bytes(op.shape)
+
+
+def _transfer_bytes(op: Op) -> float:
+    """Of an asynchronous copy, or of the slice that it takes: its source and its target."""
+    arrays = [found[0] for found in _ARRAY.finditer(op.shape) if found[3]]
+    size = min((shape_bytes(array, anywhere=True) for array in arrays), default=0.0)
+    return size * sum(shape_bytes(array) > 0 for array in arrays)
 
 
 def _touched(fused: dict[str, Op], name: str) -> float:

@@ -81,6 +81,23 @@ def test_bytes_of_shapes() -> None:
     assert (shape_bytes(near), shape_bytes(near, anywhere=True)) == (0, 2048)
 
 
+@pytest.mark.parametrize(
+    ("operation", "size"),
+    [
+        ("(bf16[64]{0:S(1)}, bf16[64]{0}, u32[]{:S(2)}) copy-start(%x)", 128),
+        ("(bf16[64]{0}, bf16[64]{0}, u32[]{:S(2)}) copy-start(%x)", 256),
+        ("((s8[64]{0}), s8[16]{0:S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[0:16]}", 16),
+        ("bf16[16]{0} dynamic-slice(%x, %x), dynamic_slice_sizes={16}", 64),
+        ("bf16[64]{0} negate(%x)", 256),
+        ("bf16[64]{0} bitcast(%x)", 0),
+    ],
+)
+def test_memory_traffic_of_one_operation(operation: str, size: int) -> None:
+    """What stays near the compute units, S(1), costs nothing; a slice costs what it takes."""
+    text = "ENTRY %main (x: bf16[64]) -> bf16[64] {\n  %x = bf16[64]{0} parameter(0)\n"
+    assert traffic(f"{text}  ROOT %y = {operation}\n}}\n", devices=1).memory_bytes == size
+
+
 def test_collectives_of_a_compiled_loop() -> None:
     """A scan of seven steps, each with an all-reduce of 24 floats over four devices."""
     mesh = make_mesh(MeshConfig(tensor=4))
