@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from demo_process import TOY, Demo, compile_quickly
+from demo_process import TOY, Demo
 
 from hsql_env.records import Trajectory, read_jsonl
 from hsql_env.tasks.examples import write_examples
@@ -326,22 +325,3 @@ def test_a_service_that_cannot_start_is_one_line(tmp_path: Path, compiled: Path)
     assert ended.status == 2
     assert ended.err.startswith("hsql: error: the service did not start (exit code 1): hsql-env: ")
     assert ended.err.count("\n") == 1
-
-
-def test_serve_on_a_port_in_use(tmp_path: Path, compiled: Path) -> None:
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "hsql_env", "serve", "--tasks", str(empty)]
-        ended = subprocess.run(
-            [*command, "--databases", str(empty), "--port", port],
-            env=os.environ | compile_quickly(compiled),
-            capture_output=True,
-            text=True,
-        )
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr == (
-        f"hsql-env: cannot listen on 127.0.0.1:{port}: Address already in use; "
-        "choose another --port, or 0 for any free one\n"
-    )
