@@ -86,7 +86,7 @@ def global_arrays(local: Any, sharding: NamedSharding) -> Any:
 
 @contextmanager
 def watchdog(seconds: float) -> Iterator[Callable[[], None]]:
-    """Give a function to call after every step; when it is not called for so long, the process ends.
+    """Give a function to call after every step; the process ends when it is not called for so long.
 
     Every thread's stack goes to standard error first, and the exit status is 1: a launcher then
     restarts the run from its checkpoint, where a hung collective would hold the machines for ever.
@@ -95,7 +95,7 @@ def watchdog(seconds: float) -> Iterator[Callable[[], None]]:
 
     def beat() -> None:
         if seconds > 0:
-            faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
 
     beat()
     try:
