@@ -28,7 +28,7 @@ TERMINATED = 128 + signal.SIGTERM
 
 @dataclasses.dataclass(frozen=True)
 class Verb:
-    """A program of the command line: `module` has `main(config)`."""
+    """A program of the command line, of one word or two: `module` has `main(config)`."""
 
     summary: str
     module: str
@@ -48,6 +48,11 @@ VERBS: Mapping[str, Verb] = {
         "What a model needs on a machine that need not be there: memory, traffic, time.",
         "hsql_jax.compile",
         "configs/compile.py:tiny",
+    ),
+    "data inspect": Verb(
+        "A batch as the loss sees it: supervised tokens, segments, padding, counts.",
+        "hsql_jax.inspect_data",
+        "configs/data.py:demo_corpus",
     ),
 }
 
@@ -74,7 +79,8 @@ def main(arguments: Sequence[str] | None = None, verbs: Mapping[str, Verb] = VER
 
 
 def _dispatch(arguments: Sequence[str], verbs: Mapping[str, Verb]) -> None:
-    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    words = 2 if " ".join(arguments[:2]) in verbs else 1  # such as `data inspect`
+    name, rest = " ".join(arguments[:words]) or "--help", arguments[words:]
     if name in ("-h", "--help"):
         print(_usage(verbs))
     elif name == "--version":

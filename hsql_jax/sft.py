@@ -6,7 +6,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from hsql_env.teacher.takeover import first_mistake
 from hsql_jax.chat import ChatRenderer, Tools
 from hsql_jax.checkpoint import Checkpoints
 from hsql_jax.data import Batch, BatchStream, Example, trim
+from hsql_jax.data.organise import schemas_shown, static_pair
 from hsql_jax.errors import UserError
 from hsql_jax.metrics import RunLog
 from hsql_jax.model import ModelConfig
@@ -45,7 +45,6 @@ class StageConfig:
             )
 
 
-SCHEMA_CALL = '{"name": "sql_schema"'
 STATEMENT = re.compile(r"^(?=CREATE )", re.MULTILINE)  # where a table begins in a schema
 
 
@@ -83,10 +82,11 @@ def static_examples(
             tables = schema_read(trajectory)
             if not tables:
                 continue
-            longer = messages + _pair(trajectory, [t for t in tables if t not in shown])
+            question, sql = trajectory.task.question, trajectory.final_sql
+            longer = messages + static_pair([t for t in tables if t not in shown], question, sql)
             if messages and len(renderer.render(longer, [])[0]) > length:
                 examples.append(trim(Example(*renderer.render(messages, []))))
-                longer, shown = _pair(trajectory, tables), set()
+                longer, shown = static_pair(tables, question, sql), set()
             messages = longer
             shown.update(tables)
         if messages:
@@ -96,18 +96,9 @@ def static_examples(
 
 def schema_read(trajectory: Trajectory) -> list[str]:
     """What the first `sql_schema` call of the trajectory showed, one string a table."""
-    for call, observation in pairwise(trajectory.messages):
-        if call.role == "assistant" and SCHEMA_CALL in call.content:
-            return [table.rstrip("\n") for table in STATEMENT.split(observation.content) if table]
+    for shown in schemas_shown(trajectory.messages):
+        return [table.rstrip("\n") for table in STATEMENT.split(shown) if table]
     return []
-
-
-def _pair(trajectory: Trajectory, tables: Sequence[str]) -> list[Message]:
-    prompt = "\n".join([*tables, trajectory.task.question])
-    return [
-        Message(role="user", content=prompt),
-        Message(role="assistant", content=trajectory.final_sql),
-    ]
 
 
 def run_stage(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 
+import jax
 import numpy as np
 import pytest
 
 from hsql_jax.data import Batch, BatchStream, Counts, Example, first_fit, pack, select, trim
+from hsql_jax.data.packing import cut_at_turn
 
 
 def example(first: int, size: int, **more: object) -> Example:
@@ -89,6 +92,27 @@ def test_trim_ends_at_the_last_policy_token() -> None:
     assert trim(Example([1, 2], [0, 0])).ids == []
 
 
+def test_a_long_example_is_cut_where_a_turn_of_the_policy_ends() -> None:
+    mask = [0, 1, 1, 0, 0, 1, 0, 1]
+    logprobs = [-float(i) for i in range(8)]
+    whole = Example(list(range(8)), mask, logprobs, advantage=2.0)
+    for length, end in [(8, 8), (7, 6), (6, 6), (5, 3), (3, 3), (2, 0)]:
+        cut = cut_at_turn(whole, length)
+        assert cut == Example(list(range(end)), mask[:end], logprobs[:end], 2.0), length
+
+
+def test_select_cuts_by_config_and_counts_what_was_lost() -> None:
+    long = Example([1, 2, 3, 4, 5, 6], [0, 1, 0, 0, 1, 1])
+    late = Example([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 1, 1])  # no turn ends in a row of 4
+    kept, counts = select([long, late, example(7, 3)], length=4, too_long="cut")
+    assert kept == [Example([1, 2], [0, 1]), example(7, 3)]
+    assert counts == Counts(
+        kept=2, too_long=1, without_policy_tokens=0, tokens=5, policy_tokens=2, cut=1, tokens_cut=4
+    )
+    stream = BatchStream([long, late], 4, 1, seed=0, epochs=1, too_long="cut")
+    assert [segments(batch) for batch in stream] == [[(1, 2)]]
+
+
 def test_lengths_must_agree() -> None:
     with pytest.raises(ValueError, match="ids 2, mask 1, logprobs 2 differ"):
         Example([1, 2], [1])
@@ -128,8 +152,16 @@ def test_resume_is_exact_in_the_middle_of_an_epoch(stop: int) -> None:
 
 def test_a_position_of_other_data_is_refused() -> None:
     state = BatchStream(many(60), 32, 2, seed=3).state()
-    with pytest.raises(ValueError, match="but this data is"):
-        BatchStream(many(61), 32, 2, seed=3).restore(state)
+    others = [
+        BatchStream(many(61), 32, 2, seed=3),
+        BatchStream(many(60), 32, 2, seed=4),
+        BatchStream(many(60), 32, 4, seed=3),  # the same rows, but other batches
+        BatchStream(many(60)[::-1], 32, 2, seed=3),
+        BatchStream([Example(e.ids, [0, *e.mask[:-1]]) for e in many(60)], 32, 2, seed=3),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="but this data is"):
+            other.restore(state)
 
 
 def test_too_long_examples_are_counted_not_cut() -> None:
@@ -146,3 +178,83 @@ def test_too_long_examples_are_counted_not_cut() -> None:
 def test_rows_are_well_filled() -> None:
     stream = BatchStream(many(2000, low=60, high=290), length=1024, rows=8, seed=0)
     assert stream.fill > 0.97
+
+
+@pytest.mark.parametrize(("stop", "workers"), [(0, 2), (11, 2), (25, 1)])
+def test_resume_is_exact_with_workers(stop: int, workers: int) -> None:
+    plain = BatchStream(many(60), 32, 2, seed=3)
+    ahead = BatchStream(many(60), 32, 2, seed=3, workers=workers)
+    for _ in range(stop):
+        assert same(next(ahead), next(plain))
+    state = json.loads(json.dumps(ahead.state()))
+    assert state == plain.state()  # what is made ahead is no part of the position
+    fresh = BatchStream(many(60), 32, 2, seed=3, workers=workers)
+    next(fresh)  # its threads are at work when it is restored
+    fresh.restore(state)
+    for _ in range(30):
+        batch = next(plain)
+        assert same(next(fresh), batch)
+        assert same(next(ahead), batch)
+
+
+def test_workers_assemble_the_next_batches_while_one_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from hsql_jax.data import packing
+
+    made, whole = threading.Semaphore(0), packing.assemble
+
+    def counted(*arguments: object) -> Batch:
+        made.release()
+        return whole(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(packing, "assemble", counted)
+    stream = BatchStream(many(60), 32, 2, seed=3, workers=2)
+    next(stream)
+    assert all(made.acquire(timeout=10) for _ in range(5))  # one taken, four ahead
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_the_shares_of_all_processes_are_the_batch_of_one(processes: int) -> None:
+    whole = BatchStream(many(61), 32, 4, seed=3, epochs=2)
+    shares = [
+        BatchStream(
+            many(61), 32, 4, 3, epochs=2, process_index=index, process_count=processes, workers=1
+        )
+        for index in range(processes)
+    ]
+    assert {(s.fill, s.steps_per_epoch, s.tokens_per_epoch) for s in shares} == {
+        (whole.fill, whole.steps_per_epoch, whole.tokens_per_epoch)
+    }
+    batches = list(whole)  # the last of an epoch has padding rows
+    assert any((batch.segment_ids == 0).all(axis=1).any() for batch in batches)
+    for batch, *parts in zip(batches, *shares, strict=True):
+        assert {part.tokens.shape for part in parts} == {(4 // processes, 32)}
+        assert same(batch, jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts))
+    assert shares[-1].state() == whole.state()
+
+
+def test_rows_that_processes_cannot_share_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows must be a multiple of 3"):
+        BatchStream(many(9), 32, 4, seed=0, process_index=0, process_count=3)
+    with pytest.raises(ValueError, match="process 2 of 2"):
+        BatchStream(many(9), 32, 4, seed=0, process_index=2, process_count=2)
+
+
+def test_tokens_of_an_epoch_are_those_of_its_batches() -> None:
+    stream = BatchStream(many(50), 32, 4, seed=1, epochs=1)
+    batches = list(stream)
+    assert stream.tokens_per_epoch == sum(int((b.segment_ids > 0).sum()) for b in batches)
+    assert stream.policy_tokens_per_epoch == sum(int(b.loss_mask.sum()) for b in batches)
+
+
+def test_long_trajectories_fill_their_rows() -> None:
+    """Lengths as the paper reports them: 11.8K tokens on average, rows of 32K."""
+    row = 32_768
+    sizes = np.random.default_rng(0).lognormal(mean=9.25, sigma=0.5, size=2_512)
+    sizes = np.minimum(sizes, row).astype(int)
+    assert abs(sizes.mean() - 11_800) < 400
+    ids = np.ones(row, np.int32)
+    stream = BatchStream([Example(ids[:n], ids[:n]) for n in sizes], row, rows=16, seed=0)
+    assert stream.tokens_per_epoch == sizes.sum()
+    assert stream.fill >= 0.95

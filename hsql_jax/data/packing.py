@@ -6,9 +6,10 @@ each; what is left over is segment 0. Padding is known by its segment, never by 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import flax.struct
 import grain
@@ -17,6 +18,7 @@ import numpy as np
 from hsql_jax.errors import UserError
 
 Array = Any  # numpy on the host, jax inside a step
+TooLong = Literal["drop", "cut"]
 
 
 @dataclass(frozen=True)
@@ -56,32 +58,54 @@ class Counts:
     """What became of the examples, and the tokens of those kept."""
 
     kept: int
-    too_long: int
+    too_long: int  # dropped
     without_policy_tokens: int
     tokens: int
     policy_tokens: int
+    cut: int = 0  # of those kept, how many end early
+    tokens_cut: int = 0  # what these lost
 
 
-def select(examples: Iterable[Example], length: int) -> tuple[list[Example], Counts]:
-    """Keep the examples that fit in `length` tokens and have a target to learn; count the rest."""
+def select(
+    examples: Iterable[Example], length: int, too_long: TooLong = "drop"
+) -> tuple[list[Example], Counts]:
+    """Keep the examples that fit in `length` tokens and have a target to learn; count the rest.
+
+    With `too_long="cut"` a longer example is kept up to the last policy turn that fits whole.
+    """
     kept: list[Example] = []
-    too_long = without = policy_tokens = 0
+    dropped = without = policy_tokens = cut = tokens_cut = 0
     for example in examples:
-        targets = int(np.sum(example.mask[1:]))
-        if len(example.ids) > length:
-            too_long += 1
+        fits = len(example.ids) <= length
+        whole = example if fits or too_long == "drop" else cut_at_turn(example, length)
+        targets = int(np.sum(whole.mask[1:]))
+        if len(whole.ids) > length or (targets == 0 and not fits):
+            dropped += 1
         elif targets == 0:
             without += 1
         else:
-            kept.append(example)
+            kept.append(whole)
             policy_tokens += targets
+            cut += not fits
+            tokens_cut += len(example.ids) - len(whole.ids)
     tokens = sum(len(example.ids) for example in kept)
-    return kept, Counts(len(kept), too_long, without, tokens, policy_tokens)
+    counts = Counts(len(kept), dropped, without, tokens, policy_tokens, cut, tokens_cut)
+    return kept, counts
+
+
+def cut_at_turn(example: Example, length: int) -> Example:
+    """The longest start of at most `length` tokens that ends with a policy turn, maybe empty."""
+    own = np.asarray(example.mask, bool)
+    ends = np.flatnonzero(own & ~np.append(own[1:], False)) + 1
+    return _until(example, int(np.max(ends[ends <= length], initial=0)))
 
 
 def trim(example: Example) -> Example:
     """Drop what follows the last policy token: it is neither a target nor context of one."""
-    end = int(np.max(np.flatnonzero(example.mask), initial=-1)) + 1
+    return _until(example, int(np.max(np.flatnonzero(example.mask), initial=-1)) + 1)
+
+
+def _until(example: Example, end: int) -> Example:
     logprobs = None if example.logprobs is None else example.logprobs[:end]
     return Example(example.ids[:end], example.mask[:end], logprobs, example.advantage)
 
@@ -142,8 +166,13 @@ class BatchStream(Iterator[Batch]):
     """Packed batches for training, each example once an epoch, deterministic and resumable.
 
     Which examples share a row is fixed by `seed`; rows are shuffled anew each epoch. `epochs=None`
-    repeats without end, `packed=False` gives each example a row of its own. `counts` tells what
-    was dropped, `fill` the share of row tokens in use.
+    repeats without end, `packed=False` gives each example a row of its own. `workers` threads
+    assemble the batches ahead. `counts` tells what was dropped, `fill` the share of row tokens in
+    use.
+
+    A global batch has `rows` rows, of which process `process_index` of `process_count` gets its
+    share, in order: the shares of all processes, one after the other, are the batch of a single
+    process. Raises ValueError where `rows` cannot be shared so, `UserError` without examples.
     """
 
     def __init__(
@@ -154,8 +183,17 @@ class BatchStream(Iterator[Batch]):
         seed: int,
         epochs: int | None = None,
         packed: bool = True,
+        too_long: TooLong = "drop",
+        workers: int = 0,
+        process_index: int = 0,
+        process_count: int = 1,
     ) -> None:
-        kept, self.counts = select(examples, length)
+        if rows % process_count or not 0 <= process_index < process_count:
+            raise ValueError(
+                f"process {process_index} of {process_count} cannot take its share of {rows} rows: "
+                f"rows must be a multiple of {process_count}"
+            )
+        kept, self.counts = select(examples, length, too_long)
         if not kept:
             raise UserError(
                 f"no example to train on: {self.counts.too_long} are longer than a row of {length} "
@@ -165,23 +203,53 @@ class BatchStream(Iterator[Batch]):
         order = np.random.default_rng(seed).permutation(len(kept))
         bins = first_fit([len(kept[i].ids) for i in order], length, packed)
         filled = [[kept[order[i]] for i in members] for members in bins]
+        share = rows // process_count
+        own = slice(process_index * share, (process_index + 1) * share)
         epoch = grain.MapDataset.source(filled).shuffle(seed)
-        batches = epoch.batch(rows, batch_fn=lambda group: assemble(group, length, rows))
+        batches = epoch.batch(rows, batch_fn=lambda group: assemble(group[own], length, share))
         self.steps_per_epoch = len(batches)
         self.fill = self.counts.tokens / (len(batches) * rows * length)
-        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
         self._iterator = iter(batches.repeat(epochs).to_iter_dataset(options))
-        self._data = {"rows": len(filled), "tokens": self.counts.tokens, "seed": seed}
+        self._data = {
+            "rows": len(filled),
+            "tokens": self.counts.tokens,
+            "seed": seed,
+            "rows_a_batch": rows,
+            "crc32": _checksum(kept),
+        }
+
+    @property
+    def tokens_per_epoch(self) -> int:
+        """Tokens of the examples, over all processes, padding not counted."""
+        return self.counts.tokens
+
+    @property
+    def policy_tokens_per_epoch(self) -> int:
+        """Tokens that the loss is on, over all processes."""
+        return self.counts.policy_tokens
 
     def __next__(self) -> Batch:
         return next(self._iterator)
 
     def state(self) -> dict[str, Any]:
-        """Return the position as a JSON value: what `restore` continues after."""
+        """Return the position as a JSON value: what `restore` continues after.
+
+        It counts global batches, so any number of processes and workers may continue from it.
+        """
         return {"data": self._data, "grain": self._iterator.get_state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go to a position; ValueError where it is of other examples, another length or seed."""
+        """Go to a position; ValueError where it is of other examples, rows, length or seed."""
         if state["data"] != self._data:
             raise ValueError(f"data position of {state['data']}, but this data is {self._data}")
         self._iterator.set_state(state["grain"])
+
+
+def _checksum(examples: Iterable[Example]) -> int:
+    """CRC-32 over the examples' ids and masks, in order."""
+    value = 0
+    for example in examples:
+        value = zlib.crc32(np.asarray(example.ids, np.int32).tobytes(), value)
+        value = zlib.crc32(np.asarray(example.mask, np.uint8).tobytes(), value)
+    return value
