@@ -15,15 +15,16 @@ from jax.sharding import Mesh
 
 from hsql_env.records import PublicTask
 from hsql_jax.checkpoint import Checkpoints
+from hsql_jax.config import fingerprint
 from hsql_jax.data import Batch, pack
 from hsql_jax.errors import UserError
 from hsql_jax.metrics import RunLog
 from hsql_jax.model import ModelConfig
 from hsql_jax.objectives import Objective, resolve
-from hsql_jax.optim import OptimConfig, make_optimizer
+from hsql_jax.optim import OptimConfig, eval_params, make_optimizer
 from hsql_jax.rollout.player import Played, Player
 from hsql_jax.sft import stack
-from hsql_jax.train import Metrics, TrainState, create_state, make_train_step, train
+from hsql_jax.train import Metrics, TrainState, create_state, make_train_step, skip_line, train
 
 ROWS = 8  # packed rows of a micro-batch
 FIRST_ZERO_ITERATIONS = 5  # all rewards zero from the start: the harness or the parser is broken
@@ -228,7 +229,7 @@ def run_rl(
     log: RunLog,
     seed: int,
 ) -> Any:
-    """Train `config.iterations` iterations from `params`; return the final parameters.
+    """Train `config.iterations` iterations from `params`; return the parameters to evaluate.
 
     Continues from the newest checkpoint in `folder`; one is saved after every few iterations.
     """
@@ -236,7 +237,7 @@ def run_rl(
     objective = resolve(config.objective)
     tx = make_optimizer(config.optim, steps)
     source = Rollouts(player, tasks, objective, config, row_tokens, model.packed, seed, sink)
-    with Checkpoints(folder) as checkpoints:
+    with Checkpoints(folder, config=fingerprint(config), say=log.print) as checkpoints:
         if checkpoints.latest() is None:
             state = create_state(params, model, tx, mesh)
             sink.unlink(missing_ok=True)
@@ -249,6 +250,8 @@ def run_rl(
             def on_step(state: TrainState, metrics: Metrics) -> None:
                 step = int(state.step)
                 log.write("rl", step, metrics | source.metrics)
+                if metrics["skipped"]:
+                    log.print(f"rl: {skip_line(state, metrics)}")
                 if step % config.updates == 0:
                     shown = {"kl": metrics["kl"]} if "kl" in metrics else {}
                     stage.advance(1, reward=source.metrics["reward"], **shown)
@@ -257,4 +260,4 @@ def run_rl(
 
             step_fn = make_train_step(model, objective.loss, tx, mesh, config.temperature)
             state = train(state, step_fn, source.next_batch, steps, on_step)
-    return state.params
+    return eval_params(state.opt_state, state.params)

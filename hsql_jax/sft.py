@@ -18,14 +18,15 @@ from hsql_env.records import Message, Trajectory
 from hsql_env.teacher.takeover import first_mistake
 from hsql_jax.chat import ChatRenderer, Tools
 from hsql_jax.checkpoint import Checkpoints
+from hsql_jax.config import fingerprint
 from hsql_jax.data import Batch, BatchStream, Example, trim
 from hsql_jax.data.organise import schemas_shown, static_pair
 from hsql_jax.errors import UserError
 from hsql_jax.metrics import RunLog
 from hsql_jax.model import ModelConfig
 from hsql_jax.objectives import sft
-from hsql_jax.optim import OptimConfig, make_optimizer
-from hsql_jax.train import Metrics, TrainState, create_state, make_train_step, train
+from hsql_jax.optim import OptimConfig, eval_params, make_optimizer
+from hsql_jax.train import Metrics, TrainState, create_state, make_train_step, skip_line, train
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,13 @@ def run_stage(
     seed: int,
     save_every: int,
 ) -> Any:
-    """Train `config.steps` steps from the parameters of `start()`; return the final parameters.
+    """Train `config.steps` steps from the parameters of `start()`; return those to evaluate.
 
     Continues from the newest checkpoint in `folder`, with the same data order, if there is one.
     """
     tx = make_optimizer(config.optim, config.steps)
     stream = BatchStream(examples, config.row_tokens, config.rows, seed, packed=model.packed)
-    with Checkpoints(folder) as checkpoints:
+    with Checkpoints(folder, config=fingerprint(config), say=log.print) as checkpoints:
         if checkpoints.latest() is None:
             state = create_state(start(), model, tx, mesh)
         else:
@@ -146,6 +147,8 @@ def run_stage(
                 step = int(state.step)
                 tokens = config.rows * config.row_tokens * stream.fill
                 stage.advance(1, loss=metrics["loss"])
+                if metrics["skipped"]:
+                    log.print(f"{name}: {skip_line(state, metrics)}")
                 log.write(name, step, metrics | {"tokens_per_s": stage.rate * tokens})
                 if step % save_every == 0 or step == config.steps:
                     checkpoints.save(state, {"data": stream.state()})
@@ -157,7 +160,7 @@ def run_stage(
                 config.steps,
                 on_step,
             )
-    return state.params
+    return eval_params(state.opt_state, state.params)
 
 
 def stack(batches: Sequence[Batch]) -> Batch:
@@ -168,6 +171,7 @@ def stack(batches: Sequence[Batch]) -> Batch:
 def restore_params(
     folder: Path, model: ModelConfig, tx: optax.GradientTransformation, mesh: Mesh
 ) -> Any:
-    """The parameters of the newest checkpoint in `folder`."""
+    """The parameters to evaluate of the newest checkpoint in `folder`."""
     with Checkpoints(folder) as checkpoints:
-        return checkpoints.restore(model, tx, mesh)[0].params
+        state, _ = checkpoints.restore(model, tx, mesh)
+    return eval_params(state.opt_state, state.params)

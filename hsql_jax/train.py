@@ -5,7 +5,7 @@ SFT and RL differ in where batches come from and in the objective, nowhere else.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -117,20 +117,33 @@ def make_train_step(
 
     Gradients of sums are accumulated over A in the parameters' dtype and divided once by the
     summed weight, so the split into micro-batches does not change the update. The state is donated.
+
+    A step whose loss or gradient norm is not finite leaves all of the state but `step` as it was;
+    the metric `skipped` is then 1, else 0.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         grads, parts = accumulate(state.params, batch)
         grads = jax.tree.map(lambda g: g / jnp.maximum(parts.weight, 1e-9), grads)
+        mean = parts.total / jnp.maximum(parts.weight, 1e-9)
+        norm = optax.tree_utils.tree_norm(grads)
+        finite = jnp.isfinite(mean) & jnp.isfinite(norm)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        # Selected leaf by leaf, within the updates' own loops: a branch would hold both states.
+        params, opt_state = jax.tree.map(
+            functools.partial(jnp.where, finite),
+            (params, opt_state),
+            (state.params, state.opt_state),
+        )
         count = jnp.maximum(parts.stats["tokens"], 1.0)
         metrics = {name: value / count for name, value in parts.stats.items() if name != "tokens"}
         metrics |= parts.peaks | {
-            "loss": parts.total / jnp.maximum(parts.weight, 1e-9),
+            "loss": mean,
             "loss_tokens": parts.stats["tokens"],
-            "grad_norm": optax.tree_utils.tree_norm(grads),
-            "update_norm": optax.tree_utils.tree_norm(updates),
+            "grad_norm": norm,
+            "update_norm": jnp.where(finite, optax.tree_utils.tree_norm(updates), 0.0),
+            "skipped": 1.0 - finite,
         }
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics
 
@@ -171,19 +184,33 @@ def train(
     next_batch: Callable[[TrainState], Batch],
     steps: int,
     on_step: Callable[[TrainState, Metrics], None],
+    *,
+    max_skipped: int = 5,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> TrainState:
-    """Run until `state.step == steps`; `on_step` logs and saves.
+    """Run until `state.step == steps`, or until `should_stop`, asked before each step, says so.
 
-    `next_batch` sees the state, so that RL can sample from the policy as it is. Raises `UserError`
-    at the first non-finite loss: the last checkpoint is then still good.
+    `next_batch` sees the state, so that RL can sample from the policy as it is; `on_step` logs and
+    saves. A step that is not finite is counted and reported (the metric `skipped`) and changes no
+    parameter; raises `UserError` after `max_skipped` of them in a row.
     """
+    skipped = 0
     for _ in range(int(state.step), steps):
+        if should_stop():
+            break
         state, raw = step_fn(state, next_batch(state))
         metrics = {name: float(value) for name, value in raw.items()}
-        if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
-            raise UserError(
-                f"step {int(state.step)}: loss {metrics['loss']}, gradient norm "
-                f"{metrics['grad_norm']}; start again with a lower learning rate"
-            )
         on_step(state, metrics)
+        skipped = skipped + 1 if metrics["skipped"] else 0
+        if skipped == max_skipped:
+            raise UserError(
+                f"{skip_line(state, metrics)}, the last of {skipped} in a row; "
+                "start again with a lower learning rate"
+            )
     return state
+
+
+def skip_line(state: TrainState, metrics: Metrics) -> str:
+    """What to tell of a step that was skipped."""
+    loss, norm = metrics["loss"], metrics["grad_norm"]
+    return f"step {int(state.step)} skipped: loss {loss}, gradient norm {norm}"

@@ -146,6 +146,7 @@ def counting_step(losses: dict[int, float]) -> StepFn:
     def step(state: TrainState, batch: Any) -> Any:
         loss = losses.get(int(state.step), 1.0)
         metrics = {"loss": jnp.float32(loss), "grad_norm": jnp.float32(batch)}
+        metrics["skipped"] = jnp.float32(not math.isfinite(loss))
         return dataclasses.replace(state, step=state.step + 1), metrics
 
     return step
@@ -162,24 +163,75 @@ def test_loop_runs_from_the_states_step_and_shows_it_to_the_source_of_batches() 
     )
     assert int(state.step) == 6
     assert seen == [
-        (4, {"loss": 1.0, "grad_norm": 30.0}),
-        (5, {"loss": 0.25, "grad_norm": 40.0}),
-        (6, {"loss": 1.0, "grad_norm": 50.0}),
+        (4, {"loss": 1.0, "grad_norm": 30.0, "skipped": 0.0}),
+        (5, {"loss": 0.25, "grad_norm": 40.0, "skipped": 0.0}),
+        (6, {"loss": 1.0, "grad_norm": 50.0, "skipped": 0.0}),
     ]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_stops_before_it_is_saved(value: float) -> None:
-    saved: list[int] = []
-    with pytest.raises(UserError, match=r"step 2: loss (nan|inf), gradient norm 0.0; start again"):
-        train(
-            TrainState(step=jnp.int32(0), params=None, opt_state=None),
-            counting_step({1: value}),
-            lambda _: 0.0,  # type: ignore[arg-type,return-value]
-            steps=5,
-            on_step=lambda state, _: saved.append(int(state.step)),
-        )
-    assert saved == [1]
+def loop(losses: dict[int, float], **options: Any) -> list[tuple[int, float]]:
+    """What `on_step` saw of steps and skips, until the loop ended or raised."""
+    seen: list[tuple[int, float]] = []
+    train(
+        TrainState(step=jnp.int32(0), params=None, opt_state=None),
+        counting_step(losses),
+        lambda _: 0.0,  # type: ignore[arg-type,return-value]
+        steps=8,
+        on_step=lambda state, metrics: seen.append((int(state.step), metrics["skipped"])),
+        **options,
+    )
+    return seen
+
+
+def test_skipped_steps_are_counted_and_reported() -> None:
+    """Two in a row, a good one, two in a row: never three."""
+    losses = dict.fromkeys((1, 2, 4, 5), math.nan)
+    skips = [0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    assert loop(losses, max_skipped=3) == list(enumerate(skips, start=1))
+
+
+@pytest.mark.parametrize(
+    ("value", "options", "at"), [(math.nan, {}, 6), (math.inf, {"max_skipped": 2}, 3)]
+)
+def test_too_many_skipped_steps_in_a_row_end_the_loop(
+    value: float, options: dict[str, int], at: int
+) -> None:
+    message = (
+        rf"step {at} skipped: loss {value}, gradient norm 0.0, the last of {at - 1} in a row; "
+        "start again with a lower learning rate"
+    )
+    with pytest.raises(UserError, match=message):
+        loop(dict.fromkeys(range(1, 8), value), **options)
+
+
+def test_the_loop_stops_when_told() -> None:
+    """Asked before each step: what `on_step` saw is whole, and no step follows it."""
+    answers = iter([False, False, False, True])
+    assert loop({}, should_stop=lambda: next(answers)) == [(1, 0.0), (2, 0.0), (3, 0.0)]
+
+
+# --- steps that are not finite -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [SINGLE, SHARDED], ids=["one", "eight"])
+def test_a_step_that_is_not_finite_changes_only_the_count(config: MeshConfig) -> None:
+    tx = make_optimizer(OptimConfig(learning_rate=1e-2, weight_decay=0.1, ema=0.9), steps=10)
+    mesh = make_mesh(config)
+    step = make_train_step(MODEL, gspo(EPSILON).loss, tx, mesh)
+    good = batch_of(ONE_A_ROW)
+    bad = dataclasses.replace(good, advantages=np.full_like(good.advantages, np.nan))
+    state, metrics = step(create_state(params(), MODEL, tx, mesh), good)
+    before = jax.tree.map(np.array, state)
+    state, skipped = step(state, bad)
+    assert not math.isfinite(float(skipped["loss"]))
+    assert (metrics["skipped"], skipped["skipped"]) == (0.0, 1.0)
+    assert (int(state.step), skipped["update_norm"]) == (2, 0.0)
+    expected = dataclasses.replace(before, step=np.int32(2))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, state), expected)
+    state, metrics = step(state, good)  # and training goes on
+    assert (metrics["skipped"], int(state.step)) == (0.0, 3)
+    moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), before.params, state.params)
+    assert all(jax.tree.leaves(moved))
 
 
 # --- shardings ---------------------------------------------------------------------------------
@@ -187,6 +239,7 @@ def test_a_loss_that_is_not_finite_stops_before_it_is_saved(value: float) -> Non
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_optimizer_moments_are_split_as_their_parameters(name: str) -> None:
+    """The counts say that none is missed; tests/test_optim.py has every optimizer."""
     mesh = make_mesh(SHARDED)
     tx = make_optimizer(OptimConfig(name=name, gain_learning_rate=1e-3), steps=10)
     state = create_state(params(), MODEL, tx, mesh)
