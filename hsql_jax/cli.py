@@ -44,6 +44,11 @@ VERBS: Mapping[str, Verb] = {
         "configs/demo.py:demo",
         {"--databases": "configs/demo.py:own_databases"},
     ),
+    "sft": Verb(
+        "Supervised training on a file of conversations, on any mesh; resumable.",
+        "hsql_jax.finetune",
+        "configs/sft.py:tiny",
+    ),
     "compile": Verb(
         "What a model needs on a machine that need not be there: memory, traffic, time.",
         "hsql_jax.compile",

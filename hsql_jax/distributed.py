@@ -44,7 +44,8 @@ class ClusterConfig:
 def start(config: ClusterConfig) -> None:
     """Join the other processes; call it before anything asks for devices.
 
-    Raises `UserError` when they do not appear in time.
+    When they do not appear in time JAX may end the process itself, so what it waits for is printed
+    first. Raises `UserError` where JAX lets it.
     """
     if not (config.auto or config.coordinator):
         return
@@ -53,15 +54,17 @@ def start(config: ClusterConfig) -> None:
         "num_processes": config.processes,
         "process_id": config.process,
     }
+    where = "the launcher's coordinator" if config.auto else config.coordinator
+    who = "a process" if config.auto else f"process {config.process} of {config.processes}"
+    print(f"{who}: joining {where}, for {config.start_seconds} s at most", file=sys.stderr)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")  # read on CPUs alone
     try:
         jax.distributed.initialize(
             **({} if config.auto else named), initialization_timeout=config.start_seconds
         )
     except (RuntimeError, ValueError) as error:
-        where = config.coordinator or "the launcher's coordinator"
         raise UserError(
-            f"process {config.process} of {config.processes} could not join {where} within "
-            f"{config.start_seconds} s: {error}"
+            f"{who} could not join {where} within {config.start_seconds} s: {error}"
         ) from error
 
 
@@ -75,6 +78,18 @@ def any_process(flag: bool) -> bool:
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
+
+
+def first_does(action: Callable[[], None]) -> None:
+    """Let the first process do what a run does once; all of them end when it fails."""
+    failed: UserError | None = None
+    if is_first():
+        try:
+            action()
+        except UserError as error:
+            failed = error
+    if any_process(failed is not None):
+        raise failed or UserError("the first process has stopped; its message says why")
 
 
 def global_arrays(local: Any, sharding: NamedSharding) -> Any:

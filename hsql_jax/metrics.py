@@ -32,8 +32,9 @@ PLAIN_WIDTH = 120  # columns, where the output is no terminal and has no width o
 class RunLog:
     """The console and the metrics file of one run.
 
-    `clock` gives seconds; where the console is no terminal a stage prints a line every
-    `plain_every_s` seconds instead of a bar.
+    With `keep=False` nothing is written: one process of a run has the file. `clock` gives seconds;
+    where the console is no terminal a stage prints a line every `plain_every_s` seconds instead of
+    a bar.
     """
 
     def __init__(
@@ -42,15 +43,17 @@ class RunLog:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
         plain_every_s: float = 10.0,
+        keep: bool = True,
     ) -> None:
         self.console = console if console is not None else _console()
         self.stage_seconds: dict[str, float] = {}
         self._clock = clock
         self._plain_every_s = plain_every_s
         self._start = clock()
-        self._path = run_dir / METRICS_FILE
-        run_dir.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(self._path)
+        self._keep, self._path = keep, run_dir / METRICS_FILE
+        if keep:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            _drop_torn_line(self._path)
 
     def print(self, message: RenderableType) -> None:
         """Show a line, or anything rich can show, above the bars."""
@@ -62,6 +65,8 @@ class RunLog:
         Values are numbers or zero-dimensional arrays. JSON has no NaN or infinity: those are
         written as null.
         """
+        if not self._keep:
+            return
         row = {
             "stage": stage,
             "step": step,
