@@ -23,6 +23,7 @@ class DataConfig:
     rows: int = 16  # rows of a step, over all processes
     too_long: TooLong = "drop"  # or cut at a turn boundary; either is counted
     packed: bool = True  # several examples a row, each a segment
+    buckets: tuple[int, ...] = ()  # shorter rows for what fits in them, a batch each
     seed: int = 0  # of the order
     workers: int = 2  # threads that tokenise, then assemble batches ahead; 0: none
 
@@ -32,6 +33,11 @@ class DataConfig:
                 f"data: rows = {self.rows}, row_tokens = {self.row_tokens}, workers = "
                 f"{self.workers}, seed = {self.seed}: rows and their tokens are at least 1, "
                 "workers and seed at least 0"
+            )
+        if not all(1 <= bucket < self.row_tokens for bucket in self.buckets):
+            raise ValueError(
+                f"data: buckets = {self.buckets}: each is at least 1 and below row_tokens, "
+                f"{self.row_tokens}"
             )
 
 
@@ -56,6 +62,7 @@ def open_stream(
         epochs=epochs,
         packed=config.packed,
         too_long=config.too_long,
+        buckets=config.buckets,
         workers=config.workers,
         process_index=process_index,
         process_count=process_count,
