@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from hsql_jax.chat import ChatRenderer
-from hsql_jax.data.organise import ORGANISATIONS, make_examples
+from hsql_jax.data.organise import ORGANISATIONS, Organisation, make_examples
 from hsql_jax.data.packing import BatchStream, TooLong
 from hsql_jax.data.records import Format, read_conversations
 
@@ -17,11 +16,11 @@ class DataConfig:
     """Records and their way into batches."""
 
     path: Path  # a file of records, or a folder of such files
-    format: Format = "auto"
-    organisation: Literal["full", "turns", "static"] = "full"
+    format: Format = "auto"  # auto: each file's first record tells
+    organisation: Organisation = "full"  # conversations, single turns, or question -> SQL
     row_tokens: int = 32_768  # tokens of a row
     rows: int = 16  # rows of a step, over all processes
-    too_long: TooLong = "drop"  # or cut at a turn boundary; either is counted
+    too_long: TooLong = "drop"  # longer examples; cut: at the end of a turn. Both are counted
     packed: bool = True  # several examples a row, each a segment
     buckets: tuple[int, ...] = ()  # shorter rows for what fits in them, a batch each
     seed: int = 0  # of the order
