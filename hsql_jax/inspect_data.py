@@ -203,10 +203,14 @@ def _row_section(index: int, row: Row) -> Markup:
         tag(
             "div",
             tag("h3", f"Segment {place}: {segment.title}"),
-            tag("pre", *(tag("mark", r.text) if r.supervised else r.text for r in segment.runs)),
+            tag(
+                "pre",
+                "\n",
+                *(tag("mark", r.text) if r.supervised else r.text for r in segment.runs),
+            ),
             class_="odd" if place % 2 else "even",
         )
         for place, segment in enumerate(row.segments, 1)
-    ]
+    ]  # a line break right after <pre> is not shown: the text's own, if any, follows it
     padding = tag("p", f"{row.padding:,} padding tokens", class_="padding")
     return tag("section", tag("h2", f"Row {index}"), *segments, padding)

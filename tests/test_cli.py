@@ -72,7 +72,8 @@ def verbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
     (tmp_path / "toy_program.py").write_text(TOY)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    yield {"toy": Verb("A toy.", "toy_program", "toy_program.py:toy")}
+    toy = Verb("A toy.", "toy_program", "toy_program.py:toy")
+    yield {"toy": toy, "verb two": toy}
     sys.modules.pop("toy_program", None)
 
 
@@ -82,10 +83,12 @@ def test_a_verb_runs_its_program_with_the_resolved_config(
     assert main(["toy", "--resume"], verbs) == 0
     assert main(["toy", "--config", "toy_program.py:long"], verbs) == 0
     assert main(["toy", "--config=toy_program.py:long", "--steps", "5"], verbs) == 0
+    assert main(["verb", "two", "--steps", "6"], verbs) == 0
     assert capsys.readouterr().out.splitlines() == [
         "steps 3 True",
         "steps 99 False",
         "steps 5 False",
+        "steps 6 False",
     ]
 
 
@@ -100,6 +103,10 @@ def test_a_verb_runs_its_program_with_the_resolved_config(
         (
             ["toy", "--step", "3"],
             "hsql: error: hsql toy: no option --step; the nearest is --steps (see --help)",
+        ),
+        (
+            ["verb", "--of-two"],
+            "hsql: error: no verb 'verb'; did you mean `hsql verb two`? See `hsql --help`",
         ),
         (["tpy"], "hsql: error: no verb 'tpy'; did you mean `hsql toy`? See `hsql --help`"),
         (

@@ -50,8 +50,8 @@ def test_the_console_marks_supervised_tokens_and_shades_segments() -> None:
 
 def test_the_page_is_escaped_and_self_contained() -> None:
     html = page({0: ROW}, {"Examples": "2"}, "Batch 0 of <a>")
-    assert "<pre>&lt;b<mark>&gt;&amp;</mark>␛</pre>" in html
-    assert "<pre>\n<mark>x</mark>y<mark>z</mark></pre>" in html
+    assert "<pre>\n&lt;b<mark>&gt;&amp;</mark>␛</pre>" in html
+    assert "<pre>\n\n<mark>x</mark>y<mark>z</mark></pre>" in html
     assert re.findall(r'<div class="(odd|even)">', html) == ["odd", "even"]
     assert "<h3>Segment 1: 5 tokens, 2 supervised</h3>" in html
     assert '<p class="padding">3 padding tokens</p>' in html

@@ -163,3 +163,8 @@ def test_other_formats_reach_the_batches(tmp_path: Path, renderer: ChatRenderer)
 def test_sizes_are_checked(field: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="rows and their tokens are at least 1"):
         DataConfig(Path("a.jsonl"), **field)  # type: ignore[arg-type]
+
+
+def test_buckets_are_checked() -> None:
+    with pytest.raises(ValueError, match="each is at least 1 and below row_tokens, 64"):
+        DataConfig(Path("a.jsonl"), row_tokens=64, buckets=(32, 64))

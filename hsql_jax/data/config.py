@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from hsql_jax.chat import ChatRenderer
-from hsql_jax.data.organise import ORGANISATIONS, make_examples
+from hsql_jax.data.organise import ORGANISATIONS, Organisation, make_examples
 from hsql_jax.data.packing import BatchStream, TooLong
 from hsql_jax.data.records import Format, read_conversations
 
@@ -17,12 +16,13 @@ class DataConfig:
     """Records and their way into batches."""
 
     path: Path  # a file of records, or a folder of such files
-    format: Format = "auto"
-    organisation: Literal["full", "turns", "static"] = "full"
+    format: Format = "auto"  # auto: each file's first record tells
+    organisation: Organisation = "full"  # conversations, single turns, or question -> SQL
     row_tokens: int = 32_768  # tokens of a row
     rows: int = 16  # rows of a step, over all processes
-    too_long: TooLong = "drop"  # or cut at a turn boundary; either is counted
+    too_long: TooLong = "drop"  # longer examples; cut: at the end of a turn. Both are counted
     packed: bool = True  # several examples a row, each a segment
+    buckets: tuple[int, ...] = ()  # shorter rows for what fits in them, a batch each
     seed: int = 0  # of the order
     workers: int = 2  # threads that tokenise, then assemble batches ahead; 0: none
 
@@ -32,6 +32,11 @@ class DataConfig:
                 f"data: rows = {self.rows}, row_tokens = {self.row_tokens}, workers = "
                 f"{self.workers}, seed = {self.seed}: rows and their tokens are at least 1, "
                 "workers and seed at least 0"
+            )
+        if not all(1 <= bucket < self.row_tokens for bucket in self.buckets):
+            raise ValueError(
+                f"data: buckets = {self.buckets}: each is at least 1 and below row_tokens, "
+                f"{self.row_tokens}"
             )
 
 
@@ -56,6 +61,7 @@ def open_stream(
         epochs=epochs,
         packed=config.packed,
         too_long=config.too_long,
+        buckets=config.buckets,
         workers=config.workers,
         process_index=process_index,
         process_count=process_count,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import Literal
 
 import grain
 import numpy as np
@@ -19,6 +20,7 @@ from hsql_jax.data.packing import Example, trim
 from hsql_jax.data.records import Conversation
 from hsql_jax.errors import UserError
 
+Organisation = Literal["full", "turns", "static"]
 Organise = Callable[[ChatRenderer, Conversation], list[Example]]
 
 NOTHING = Example((), ())
@@ -62,7 +64,7 @@ def static(renderer: ChatRenderer, conversation: Conversation) -> list[Example]:
     return [_rendered(renderer, static_pair(schemas, question, sql), [])]
 
 
-ORGANISATIONS: Mapping[str, Organise] = {"full": full, "turns": turns, "static": static}
+ORGANISATIONS: Mapping[Organisation, Organise] = {"full": full, "turns": turns, "static": static}
 
 
 def make_examples(

@@ -168,11 +168,13 @@ class BatchStream(Iterator[Batch]):
     Which examples share a row is fixed by `seed`; rows are shuffled anew each epoch. `epochs=None`
     repeats without end, `packed=False` gives each example a row of its own. `workers` threads
     assemble the batches ahead. `counts` tells what was dropped, `fill` the share of row tokens in
-    use.
+    use. With `buckets`, shorter lengths than `length`, a row takes the shortest that holds its
+    examples, and every batch has rows of one length: [B, T] of as many shapes as there are lengths.
 
     A global batch has `rows` rows, of which process `process_index` of `process_count` gets its
     share, in order: the shares of all processes, one after the other, are the batch of a single
-    process. Raises ValueError where `rows` cannot be shared so, `UserError` without examples.
+    process. Raises ValueError where `rows` cannot be shared so and for a bucket above `length`,
+    `UserError` without examples.
     """
 
     def __init__(
@@ -184,6 +186,7 @@ class BatchStream(Iterator[Batch]):
         epochs: int | None = None,
         packed: bool = True,
         too_long: TooLong = "drop",
+        buckets: Sequence[int] = (),
         workers: int = 0,
         process_index: int = 0,
         process_count: int = 1,
@@ -193,6 +196,8 @@ class BatchStream(Iterator[Batch]):
                 f"process {process_index} of {process_count} cannot take its share of {rows} rows: "
                 f"rows must be a multiple of {process_count}"
             )
+        if not all(1 <= bucket <= length for bucket in buckets):
+            raise ValueError(f"buckets {buckets}: each is from 1 to the length of a row, {length}")
         kept, self.counts = select(examples, length, too_long)
         if not kept:
             raise UserError(
@@ -205,17 +210,27 @@ class BatchStream(Iterator[Batch]):
         filled = [[kept[order[i]] for i in members] for members in bins]
         share = rows // process_count
         own = slice(process_index * share, (process_index + 1) * share)
-        epoch = grain.MapDataset.source(filled).shuffle(seed)
-        batches = epoch.batch(rows, batch_fn=lambda group: assemble(group[own], length, share))
-        self.steps_per_epoch = len(batches)
-        self.fill = self.counts.tokens / (len(batches) * rows * length)
+
+        def batches_of(size: int, members: Sequence[list[Example]]) -> grain.MapDataset[Batch]:
+            shuffled = grain.MapDataset.source(members).shuffle(seed)
+            return shuffled.batch(rows, batch_fn=lambda group: assemble(group[own], size, share))
+
+        lengths = sorted({*buckets, length})
+        grouped = by_length(filled, lengths)
+        groups = [batches_of(size, members) for size, members in grouped.items()]
+        concatenate = grain.MapDataset.concatenate
+        epoch = groups[0] if len(groups) == 1 else concatenate(groups).shuffle(seed)
+        self.steps_per_epoch = len(epoch)
+        places = sum(size * len(group) for size, group in zip(grouped, groups, strict=True)) * rows
+        self.fill = self.counts.tokens / places
         options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
-        self._iterator = iter(batches.repeat(epochs).to_iter_dataset(options))
+        self._iterator = iter(epoch.repeat(epochs).to_iter_dataset(options))
         self._data = {
             "rows": len(filled),
             "tokens": self.counts.tokens,
             "seed": seed,
             "rows_a_batch": rows,
+            "row_tokens": lengths,
             "crc32": _checksum(kept),
         }
 
@@ -244,6 +259,17 @@ class BatchStream(Iterator[Batch]):
         if state["data"] != self._data:
             raise ValueError(f"data position of {state['data']}, but this data is {self._data}")
         self._iterator.set_state(state["grain"])
+
+
+def by_length(
+    rows: Iterable[list[Example]], lengths: Sequence[int]
+) -> dict[int, list[list[Example]]]:
+    """The rows by the shortest of the ascending `lengths` that holds them, in order."""
+    grouped: dict[int, list[list[Example]]] = {size: [] for size in lengths}
+    for row in rows:
+        need = sum(len(example.ids) for example in row)
+        grouped[next(size for size in lengths if size >= need)].append(row)
+    return {size: members for size, members in grouped.items() if members}
 
 
 def _checksum(examples: Iterable[Example]) -> int:

@@ -34,7 +34,7 @@ SHAREGPT_ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-EMPTY = (None, "", [], {})  # fields that say nothing, such as "refusal": null
+EMPTY: tuple[Any, ...] = (None, "", [], {})  # fields that say nothing, such as "refusal": null
 RESPONSE = ("<tool_response>", "</tool_response>")  # the renderer writes these around every result
 
 

@@ -33,6 +33,10 @@ class ModelConfig:
     packed: bool = True  # training rows hold several examples; False: one each, as cudnn needs
 
     def __post_init__(self) -> None:
+        counts = ("vocab_size", "d_model", "layers", "heads", "kv_heads", "head_dim", "d_ff")
+        for name in counts:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}): give at least 1")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"heads ({self.heads}) is not a multiple of kv_heads ({self.kv_heads}); "
