@@ -73,6 +73,7 @@ class Checkpoints:
         self._damaged: list[int] = []
         self._saving: int | None = None  # not known to be on disk yet
         try:
+            self.directory.mkdir(parents=True, exist_ok=True)
             self._open()
         except OSError as error:
             raise UserError(
@@ -88,6 +89,8 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_Policy(self._kept),
             lightweight_initialize=True,  # damage is for `restore` to find
+            # Where no folder can be made, files that wait for it would wait for minutes.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
         self._manager = ocp.CheckpointManager(
             self.directory, options=options, handler_registry=registry
@@ -126,8 +129,8 @@ class Checkpoints:
     def save(self, state: TrainState, extra: dict[str, Any], score: float | None = None) -> None:
         """Save under `state.step`, in the background; `extra` is JSON (data position, counters).
 
-        All is copied before this returns: the next step may donate the arrays. Raises `UserError`
-        when this checkpoint, or the one before it, cannot be written.
+        Orbax holds its own copy when this returns: the next step may donate the arrays. Raises
+        `UserError` when this checkpoint, or the one before it, cannot be written.
         """
         step = int(state.step)
         self.wait()
@@ -136,7 +139,7 @@ class Checkpoints:
         score = score if score is not None and math.isfinite(score) else None
         record = {"extra": extra, "score": score, "config": self._config, "code": code_version()}
         args = ocp.args.Composite(
-            state=ocp.args.StandardSave(_copied(state)),
+            state=ocp.args.StandardSave(state),
             record=ocp.args.JsonSave(json.loads(json.dumps(record))),
         )
         self._saving = step
@@ -263,12 +266,6 @@ def _target(model: ModelConfig, tx: optax.GradientTransformation, mesh: Mesh) ->
         jax.eval_shape(fresh),
         state_shardings(mesh, model, tx),
     )
-
-
-def _copied(state: TrainState) -> TrainState:
-    """The state, safe from donation: on CPUs Orbax would read the very buffers of the arrays."""
-    (device, *_) = state.step.devices()
-    return jax.tree.map(jax.numpy.copy, state) if device.platform == "cpu" else state
 
 
 def _refusal(error: Exception) -> str | None:

