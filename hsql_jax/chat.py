@@ -3,9 +3,15 @@
 Rendering is incremental and append-only: ids once produced, or sampled, are never rendered again.
 A conversation is `begin`, the policy's own ids up to its `<|im_end|>`, `observe`, the policy's ids
 again, and so on; `render` joins the same pieces for supervised training. The result equals the
-official template's ids, with one difference: the template re-renders history, so it shows an empty
-think block in the last assistant turn only. Here the block stands where a generation prompt had it:
-in every turn when `thinking` is False, in none otherwise.
+official template's ids where the template does not render history anew. Where it does:
+
+- It shows an empty think block in the last assistant turn only. Here the block stands where a
+  generation prompt had it: in every turn when `thinking` is False, in none otherwise.
+- It lays out a turn's reasoning in its own way. Here a turn stays as the policy wrote it.
+- It encodes prompt and turn at once. Here no token spans both, such as one of their line breaks.
+
+Control tokens spelt out in any content, and markup outside the policy's turns, are ordinary text,
+though the template's own encoding would parse them.
 """
 
 from __future__ import annotations
@@ -77,11 +83,15 @@ class ChatRenderer:
     def begin(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Return the ids of the optional system turn, user turns and generation prompt.
 
-        Raises ValueError, naming the message, for any other role or order.
+        Raises ValueError, naming the message, for any other role or order; and where the policy
+        reasons, for user turns that the template takes for tool responses: with no query in sight
+        it drops all reasoning.
         """
         system = messages[0].content if messages and messages[0].role == "system" else None
         skip = 0 if system is None else 1
         _check_roles(messages[skip:], {"user"}, "before the policy's first turn", skip)
+        if self.thinking and all(map(_reads_as_response, messages[skip:])):
+            raise _refusal(skip, messages[skip], "reads as a tool response, with thinking=True")
         parts = [*system_turn(system, tools), *_turns(messages[skip:]), self._generation]
         return self._encode(parts, self._not_in_content)
 
@@ -103,8 +113,11 @@ class ChatRenderer:
     def render(self, messages: Sequence[Message], tools: Tools) -> tuple[list[int], list[int]]:
         """Return ids and mask of a conversation; mask 1 exactly on what the policy produces.
 
-        Raises ValueError, naming the message, where the conversation cannot be append-only.
+        Raises ValueError, naming the message, where the conversation cannot be append-only, or
+        where there is none.
         """
+        if not messages:
+            raise ValueError("messages[0] is missing: expected system or user")
         ids: list[int] = []
         mask: list[int] = []
         done = 0
@@ -181,6 +194,12 @@ def _turns(messages: Sequence[Message]) -> Iterator[str]:
         else:
             for message in group:
                 yield from (f"{START}{role}\n", Content(message.content), f"{STOP}\n")
+
+
+def _reads_as_response(message: Message) -> bool:
+    """Whether the template takes a user message for a tool's and not for a query."""
+    text = message.content
+    return text.startswith("<tool_response>") and text.endswith("</tool_response>")
 
 
 def _cut(text: str, forbidden: Collection[str]) -> list[str]:
