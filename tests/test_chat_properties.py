@@ -1,0 +1,241 @@
+"""Generated conversations: ids of the official template, turn by turn, and the mask of each turn.
+
+The reference asks the template for the prompt of every turn and never uses the renderer.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from hsql_env.records import Message
+from hsql_jax.chat import CONTROL, MARKUP, ChatRenderer
+
+Draw = Any  # Hypothesis' own type is generic in what is drawn
+
+MARK = "\ufdd0"  # a character that no text holds: passes through the template, then cuts its text
+BLOCK = "<think>\n\n</think>\n\n"
+OTHER_CONTROL = ("<|vision_start|>", "<|fim_prefix|>", "<|file_sep|>")
+PIECES = [
+    *CONTROL,
+    *MARKUP,
+    *OTHER_CONTROL,
+    *("<", "|>", "<|im_", "im_end|>", "/think>", "assistant", "user\n", "# Tools", "{%", "}}"),
+    *(" ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u2028", "\ufeff", "\0"),
+    *("é", "e\u0301", "\u0301", "\u0338", "\u212b", "한", "\u1112\u1161", "東京", "\u200d"),
+    *(
+        "😀",
+        "👩\u200d👧",
+        "🇫🇷",
+        "𝔘",
+        "\U00020000",
+        "\U000e0001",
+        "مرحبا",
+        "1234",
+        "SELECT 'a'",
+        "Ünï",
+    ),
+]
+TEXT = st.lists(
+    st.sampled_from(PIECES) | st.text(st.characters(codec="utf-8", exclude_characters=MARK)),
+    max_size=6,
+).map("".join)
+
+
+def _reads_as_response(text: str) -> bool:
+    return text.startswith("<tool_response>") and text.endswith("</tool_response>")
+
+
+# With a leading line break the template's prompt and turn share a token: tests/test_chat.py.
+TURN_BODIES = TEXT.map(lambda text: text.replace("</think>", "").lstrip())
+CALL_BODIES = TEXT.map(
+    lambda text: f'<tool_call>\n{{"name": "{text}"}}\n</tool_call>'.replace("</think>", "")
+)
+QUERIES = TEXT.filter(lambda text: not _reads_as_response(text))  # refused: tests/test_chat.py
+REASONING = TEXT.map(lambda text: re.sub("</?think>", "", text).strip("\n")).filter(bool)
+
+
+@st.composite
+def tool_lists(draw: Draw) -> list[dict[str, Any]]:
+    """No tool or some, whose descriptions are hostile too."""
+    texts = draw(st.lists(TEXT, max_size=2))
+    return [
+        {"type": "function", "function": {"name": f"tool_{index}", "description": text}}
+        for index, text in enumerate(texts)
+    ]
+
+
+@st.composite
+def conversations(draw: Draw, thinking: bool | None) -> list[Message]:
+    """Up to three policy turns; the last message is anyone's but the system's."""
+
+    def add(role: str, content: str) -> None:
+        messages.append(Message(role=role, content=content))  # type: ignore[arg-type]
+
+    messages: list[Message] = []
+    if draw(st.booleans()):
+        add("system", draw(TEXT))
+    for query in draw(st.lists(QUERIES, min_size=1, max_size=2)):
+        add("user", query)
+    turns = draw(st.integers(0, 3))
+    for turn in range(turns):
+        reasons = thinking and draw(st.booleans())
+        reasoning = f"<think>\n{draw(REASONING)}\n</think>\n\n" if reasons else ""
+        add("assistant", reasoning + draw(TURN_BODIES | CALL_BODIES))
+        roles = st.just("tool") if thinking else st.sampled_from(["tool", "tool", "user"])
+        is_last = turn == turns - 1
+        for role in draw(st.lists(roles, min_size=0 if is_last else 1, max_size=3)):
+            add(role, draw(TEXT if role == "tool" else QUERIES))
+    return messages
+
+
+def official(
+    tokenizer: PreTrainedTokenizerFast, messages: list[Message], tools: Any, **options: Any
+) -> list[int]:
+    """The template's ids, if strings of special tokens are text: all but markup in policy turns.
+
+    A mark behind the first character of each such string is where the template's text is cut.
+    """
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+    marked = [
+        {"role": m.role, "content": _mark(m.content, added, m.role == "assistant")}
+        for m in messages
+    ]
+    functions = [tool["function"] for tool in tools]
+    marked_tools = [
+        {"type": "function", "function": f | {"description": _mark(f["description"], added, False)}}
+        for f in functions
+    ]
+    text = tokenizer.apply_chat_template(marked, tools=marked_tools, tokenize=False, **options)
+    return _encode(tokenizer, text)
+
+
+def _mark(text: str, added: set[str], is_policy: bool) -> str:
+    inert = added - set(MARKUP) if is_policy else added
+    pattern = "|".join(re.escape(token[1:]) for token in inert)
+    return re.sub(f"<(?={pattern})", f"<{MARK}", text)
+
+
+def _encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    pieces = tokenizer(text.split(MARK), add_special_tokens=False)["input_ids"]
+    return [token for piece in pieces for token in piece]
+
+
+@pytest.mark.parametrize("thinking", [None, True, False])
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_every_turn_is_the_official_template_s(
+    qwen3: PreTrainedTokenizerFast, thinking: bool | None, data: st.DataObject
+) -> None:
+    """The template's prompts are append-only, and ours but for the empty blocks of each prompt."""
+    messages = data.draw(conversations(thinking))
+    tools = data.draw(tool_lists())
+    options = {"tools": tools} | ({} if thinking is None else {"enable_thinking": thinking})
+    added = {token.content for token in qwen3.added_tokens_decoder.values()}
+    block = _encode(qwen3, BLOCK) if thinking is False else []
+    newline = _encode(qwen3, "\n")
+    history: list[int] = []  # as the template shows it: without the blocks of earlier prompts
+    ids: list[int] = []
+    mask: list[int] = []
+    for index, message in enumerate([*messages, None]):
+        if message is not None and message.role != "assistant":
+            continue
+        if message is None and messages[-1].role == "assistant":
+            break
+        prompt = official(qwen3, messages[:index], add_generation_prompt=True, **options)
+        assert prompt[: len(history)] == history
+        ids += prompt[len(history) :]
+        mask += [0] * (len(prompt) - len(history))
+        history = prompt[: len(prompt) - len(block)]
+        assert history + block == prompt
+        if message is not None:
+            turn = _encode(qwen3, _mark(message.content, added, True) + "<|im_end|>")
+            ids += turn
+            mask += [1] * len(turn)
+            history += turn
+    assert ChatRenderer(qwen3, thinking).render(messages, tools) == (ids, mask)
+    if messages[-1].role == "assistant":
+        reasons = "</think>" in messages[-1].content
+        shown = [] if reasons else _encode(qwen3, BLOCK)
+        before = history[: len(history) - len(turn)]
+        assert official(qwen3, messages, **options) == before + shown + turn + newline
+
+
+@pytest.mark.parametrize("thinking", [None, True, False])
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_each_turn_s_mask_decodes_to_its_text(
+    tiny: PreTrainedTokenizerFast, thinking: bool | None, data: st.DataObject
+) -> None:
+    """And no content holds a control token; what was rendered is never rendered otherwise."""
+    messages = data.draw(conversations(thinking))
+    tools = data.draw(tool_lists())
+    renderer = ChatRenderer(tiny, thinking)
+    ids, mask = renderer.render(messages, tools)
+    spans = [
+        [token for token, _ in group]
+        for own, group in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+        if own
+    ]
+    assert [renderer.decode(span) for span in spans] == [
+        message.content for message in messages if message.role == "assistant"
+    ]
+    assert all(span.index(renderer.stop_id) == len(span) - 1 for span in spans)
+    control = set(tiny.added_tokens_decoder)
+    assert all(not control & set(span[:-1]) for span in spans)
+    calm = [m.model_copy(update={"content": "calm"}) for m in messages]
+    calm_tools = [{"type": "function", "function": {"description": "calm"}} for _ in tools]
+    theirs = renderer.render(calm, calm_tools)[0]
+    assert [i for i in ids if i in control] == [i for i in theirs if i in control]
+    users = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
+    for end in range(users, len(messages)):
+        if messages[end].role == "assistant":
+            begun, begun_mask = renderer.render(messages[:end], tools)
+            assert (ids[: len(begun)], mask[: len(begun)]) == (begun, begun_mask)
+
+
+@st.composite
+def faults(draw: Draw, thinking: bool | None) -> tuple[list[Message], int]:
+    """A conversation with one message that cannot be append-only, and the index of that message."""
+    messages = draw(conversations(thinking))
+    turns = [index for index, m in enumerate(messages) if m.role == "assistant"]
+    users = [index for index, m in enumerate(messages) if m.role == "user"]
+    first_turn = turns[0] if turns else len(messages)
+    kinds = ["late system", "early tool", "early turn"]
+    if turns:
+        kinds += ["second turn", "late user" if thinking else "reasoning"]
+    kind = draw(st.sampled_from(kinds))
+    text = draw(TURN_BODIES)
+    match kind:
+        case "late system":
+            at = draw(st.integers(1, len(messages)))
+            role, moved = "system", messages[at:]
+        case "early tool" | "early turn":
+            at = draw(st.integers(users[0], first_turn)) if kind == "early tool" else users[0]
+            role, moved = ("tool" if kind == "early tool" else "assistant"), messages[at:]
+        case "second turn" | "late user":
+            at = draw(st.sampled_from(turns)) + 1
+            role, moved = ("assistant" if kind == "second turn" else "user"), messages[at:]
+        case _:
+            at = draw(st.sampled_from(turns))
+            role, moved = "assistant", messages[at + 1 :]
+            text = f"<think>\n{text}\n</think>\n\n{messages[at].content}"
+    return [*messages[:at], Message(role=role, content=text), *moved], at  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("thinking", [None, True, False])
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_one_message_that_cannot_be_append_only_is_refused_by_its_index(
+    tiny: PreTrainedTokenizerFast, thinking: bool | None, data: st.DataObject
+) -> None:
+    messages, at = data.draw(faults(thinking))
+    named = rf"messages\[{at}\] \({messages[at].role}\): "
+    with pytest.raises(ValueError, match=named):
+        ChatRenderer(tiny, thinking).render(messages, [])
