@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,22 +113,15 @@ class ChatRenderer:
     def render(self, messages: Sequence[Message], tools: Tools) -> tuple[list[int], list[int]]:
         """Return ids and mask of a conversation; mask 1 exactly on what the policy produces.
 
-        Raises ValueError, naming the message, where the conversation cannot be append-only, or
-        where there is none.
+        Raises ValueError, naming the message, where the conversation cannot be append-only.
         """
-        if not messages:
-            raise ValueError("messages[0] is missing: expected system or user")
-        ids: list[int] = []
-        mask: list[int] = []
-        done = 0
-        for is_policy, group in groupby(messages, key=lambda message: message.role == "assistant"):
+        opening = list(takewhile(lambda message: message.role != "assistant", messages))
+        ids = self.begin(opening, tools)
+        mask = [0] * len(ids)
+        done = len(opening)
+        for is_policy, group in groupby(messages[done:], key=lambda m: m.role == "assistant"):
             turn = list(group)
-            if done == 0:
-                new = self.begin(turn, tools)
-            elif is_policy:
-                new = self._policy_turn(turn, done)
-            else:
-                new = self.observe(turn, done)
+            new = self._policy_turn(turn, done) if is_policy else self.observe(turn, done)
             mask += [int(is_policy)] * len(new)
             ids += new
             done += len(turn)
@@ -219,7 +212,9 @@ def _check_roles(messages: Sequence[Message], roles: set[str], where: str, first
         if message.role not in roles:
             raise _refusal(index, message, f"{where} only {' or '.join(sorted(roles))} may come")
     if not messages:
-        raise ValueError(f"messages[{first}] is missing: expected {' or '.join(sorted(roles))}")
+        raise ValueError(
+            f"messages[{first}]: a {' or '.join(sorted(roles))} message must come here"
+        )
 
 
 def _refusal(index: int, message: Message, reason: str) -> ValueError:

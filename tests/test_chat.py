@@ -193,12 +193,14 @@ def test_hostile_text_round_trips(tiny: PreTrainedTokenizerFast, parts: list[str
 @pytest.mark.parametrize(
     ("turns", "thinking", "reason"),
     [
-        (["a:x"], None, r"messages\[0\] \(assistant\): before the policy's first turn only user"),
+        (["a:x"], None, r"messages\[0\]: a user message must come here"),
         (["s:x", "t:y"], None, r"messages\[1\] \(tool\)"),
-        (["s:x"], None, r"messages\[1\] is missing: expected user"),
+        (["s:x"], None, r"messages\[1\]: a user message must come here"),
+        (["s:x", "a:y"], None, r"messages\[1\]: a user message must come here"),
+        (["u:x", "t:y", "a:z"], None, r"messages\[1\] \(tool\): before the policy's first turn"),
         (["u:x", "a:y", "s:z"], None, r"messages\[2\] \(system\).*only tool or user may come"),
         (["u:x", "a:y", "a:z"], None, r"messages\[2\] \(assistant\): follows an assistant"),
-        ([], None, r"messages\[0\] is missing: expected system or user"),
+        ([], None, r"messages\[0\]: a user message must come here"),
         ([f"u:{WRAPPED}", f"a:{THINK}y"], True, r"messages\[0\] \(user\): reads as a tool resp"),
         (["s:x", f"u:{WRAPPED}", f"u:{WRAPPED}"], True, r"messages\[1\] \(user\): reads as a tool"),
         (["u:x", "a:y", "t:1", "u:z"], True, r"messages\[3\] \(user\).*only tool may come"),
