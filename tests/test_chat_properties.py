@@ -20,26 +20,11 @@ from hsql_jax.chat import CONTROL, MARKUP, ChatRenderer
 MARK = "\ufdd0"  # a character that no text holds: passes through the template, then cuts its text
 BLOCK = "<think>\n\n</think>\n\n"
 OTHER_CONTROL = ("<|vision_start|>", "<|fim_prefix|>", "<|file_sep|>")
-PIECES = [
-    *CONTROL,
-    *MARKUP,
-    *OTHER_CONTROL,
-    *("<", "|>", "<|im_", "im_end|>", "/think>", "assistant", "user\n", "# Tools", "{%", "}}"),
-    *(" ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u2028", "\ufeff", "\0"),
-    *("é", "e\u0301", "\u0301", "\u0338", "\u212b", "한", "\u1112\u1161", "東京", "\u200d"),
-    *(
-        "😀",
-        "👩\u200d👧",
-        "🇫🇷",
-        "𝔘",
-        "\U00020000",
-        "\U000e0001",
-        "مرحبا",
-        "1234",
-        "SELECT 'a'",
-        "Ünï",
-    ),
-]
+PARTS = ("<", "|>", "<|im_", "im_end|>", "/think>", "assistant", "user\n", "# Tools", "{%", "}}")
+BLANKS = (" ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u2028", "\ufeff", "\0")
+COMBINING = ("e\u0301", "\u0301", "\u0338", "\u212b", "\u1112\u1161", "\u200d", "👩\u200d👧", "🇫🇷")
+WORDS = ("é", "한", "東京", "مرحبا", "😀", "𝔘", "\U00020000", "\U000e0001", "1234", "SELECT 'a'")
+PIECES = (*CONTROL, *OTHER_CONTROL, *MARKUP, *PARTS, *BLANKS, *COMBINING, *WORDS)
 TEXT = st.lists(
     st.sampled_from(PIECES) | st.text(st.characters(codec="utf-8", exclude_characters=MARK)),
     max_size=6,
@@ -55,12 +40,12 @@ def _reads_as_response(text: str) -> bool:
 
 
 # With a leading line break the template's prompt and turn share a token: tests/test_chat.py.
-TURN_BODIES = TEXT.map(lambda text: text.replace("</think>", "").lstrip())
+TURN_BODIES = TEXT.map(lambda text: text.replace("</think>", "|").lstrip())
 CALL_BODIES = TEXT.map(
-    lambda text: f'<tool_call>\n{{"name": "{text}"}}\n</tool_call>'.replace("</think>", "")
+    lambda text: f'<tool_call>\n{{"name": "{text}"}}\n</tool_call>'.replace("</think>", "|")
 )
 QUERIES = TEXT.filter(lambda text: not _reads_as_response(text))  # refused: tests/test_chat.py
-REASONING = TEXT.map(lambda text: re.sub("</?think>", "", text).strip("\n")).filter(bool)
+REASONING = TEXT.map(lambda text: re.sub("</?think>", "|", text).strip("\n")).filter(bool)
 
 
 @st.composite
@@ -76,7 +61,6 @@ def tool_lists(draw: st.DrawFn) -> list[dict[str, Any]]:
 @st.composite
 def conversations(draw: st.DrawFn, thinking: bool | None) -> list[Message]:
     """Up to three policy turns; the last message is anyone's but the system's."""
-
     messages: list[Message] = []
     if draw(st.booleans()):
         messages.append(_message("system", draw(TEXT)))
