@@ -230,6 +230,28 @@ def test_the_template_drops_reasoning_where_no_user_turn_is_a_query(
     assert "Let me look." in qwen3.decode(official(qwen3, mixed, TOOLS))
 
 
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("<think>Look.</think>Done", "<think>\nLook.\n</think>\n\nDone"),
+        ("<think>\n\nLook.\n</think>\nDone", "<think>\nLook.\n</think>\n\nDone"),
+        ("Look.\n</think>\n\nDone", "<think>\nLook.\n</think>\n\nDone"),
+        ("<think>\n\n</think>\n\nDone", "Done"),
+        ("<think>\nA\n</think>\n\nB</think>C", "<think>\nA\n</think>\n\nC"),
+    ],
+)
+def test_reasoning_stays_as_the_policy_wrote_it(
+    qwen3: PreTrainedTokenizerFast, written: str, shown: str
+) -> None:
+    """The template shows what it makes of it, which is not what was sampled."""
+    renderer = ChatRenderer(qwen3, thinking=True)
+    ids, mask = renderer.render(talk("u:Q", f"a:{written}", "t:1"), TOOLS)
+    own = [token for token, policy in zip(ids, mask, strict=True) if policy]
+    assert own == qwen3.encode(f"{written}<|im_end|>", add_special_tokens=False)
+    theirs = official(qwen3, talk("u:Q", f"a:{written}", "t:1"), TOOLS)
+    assert renderer.render(talk("u:Q", f"a:{shown}", "t:1"), TOOLS)[0] == theirs
+
+
 @pytest.mark.parametrize("text", ["\nLook.", " \n\tLook.", "\n"])
 def test_no_token_spans_the_prompt_and_the_turn(qwen3: PreTrainedTokenizerFast, text: str) -> None:
     messages = talk("u:Q", f"a:{text}", "t:1")

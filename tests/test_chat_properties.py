@@ -59,6 +59,15 @@ def tool_lists(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 @st.composite
+def policy_messages(draw: st.DrawFn, thinking: bool | None) -> Message:
+    """One turn, with reasoning now and then where the policy reasons."""
+    body = draw(TURN_BODIES | CALL_BODIES)
+    if thinking and draw(st.booleans()):
+        body = f"<think>\n{draw(REASONING)}\n</think>\n\n{body}"
+    return _message("assistant", body)
+
+
+@st.composite
 def conversations(draw: st.DrawFn, thinking: bool | None) -> list[Message]:
     """Up to three policy turns; the last message is anyone's but the system's."""
     messages: list[Message] = []
@@ -68,9 +77,7 @@ def conversations(draw: st.DrawFn, thinking: bool | None) -> list[Message]:
         messages.append(_message("user", query))
     turns = draw(st.integers(0, 3))
     for turn in range(turns):
-        reasons = thinking and draw(st.booleans())
-        reasoning = f"<think>\n{draw(REASONING)}\n</think>\n\n" if reasons else ""
-        messages.append(_message("assistant", reasoning + draw(TURN_BODIES | CALL_BODIES)))
+        messages.append(draw(policy_messages(thinking)))
         roles = st.just("tool") if thinking else st.sampled_from(["tool", "tool", "user"])
         is_last = turn == turns - 1
         for role in draw(st.lists(roles, min_size=0 if is_last else 1, max_size=3)):
@@ -85,21 +92,49 @@ def official(
 
     A mark behind the first character of each such string is where the template's text is cut.
     """
-    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
     marked = [
-        {"role": m.role, "content": _mark(m.content, added, m.role == "assistant")}
+        {"role": m.role, "content": _mark(tokenizer, m.content, m.role == "assistant")}
         for m in messages
     ]
-    functions = [tool["function"] for tool in tools]
-    marked_tools = [
-        {"type": "function", "function": f | {"description": _mark(f["description"], added, False)}}
-        for f in functions
+    functions = [
+        tool["function"] | {"description": _mark(tokenizer, tool["function"]["description"])}
+        for tool in tools
     ]
-    text = tokenizer.apply_chat_template(marked, tools=marked_tools, tokenize=False, **options)
+    tools = [{"type": "function", "function": function} for function in functions]
+    text = tokenizer.apply_chat_template(marked, tools=tools, tokenize=False, **options)
     return _encode(tokenizer, text)
 
 
-def _mark(text: str, added: set[str], is_policy: bool) -> str:
+def official_turns(
+    tokenizer: PreTrainedTokenizerFast, messages: list[Message], **options: Any
+) -> tuple[list[int], list[int]]:
+    """Ids and mask: what each prompt of the template adds to its history, then the policy's turn.
+
+    The history is without the empty block of earlier prompts: that of the template begins so too.
+    """
+    ids: list[int] = []
+    mask: list[int] = []
+    history: list[int] = []
+    block = _encode(tokenizer, BLOCK) if options.get("enable_thinking") is False else []
+    turns = [index for index, message in enumerate(messages) if message.role == "assistant"]
+    for end in turns if messages[-1].role == "assistant" else [*turns, len(messages)]:
+        prompt = official(tokenizer, messages[:end], add_generation_prompt=True, **options)
+        assert prompt[: len(history)] == history
+        turn = policy_turn(tokenizer, messages[end]) if end in turns else []
+        ids += prompt[len(history) :] + turn
+        mask += [0] * len(prompt[len(history) :]) + [1] * len(turn)
+        history = prompt[: len(prompt) - len(block)]
+        assert prompt == history + block
+        history = history + turn
+    return ids, mask
+
+
+def policy_turn(tokenizer: PreTrainedTokenizerFast, message: Message) -> list[int]:
+    return _encode(tokenizer, _mark(tokenizer, message.content, is_policy=True) + "<|im_end|>")
+
+
+def _mark(tokenizer: PreTrainedTokenizerFast, text: str, is_policy: bool = False) -> str:
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()}
     inert = added - set(MARKUP) if is_policy else added
     pattern = "|".join(re.escape(token[1:]) for token in inert)
     return re.sub(f"<(?={pattern})", f"<{MARK}", text)
@@ -110,44 +145,42 @@ def _encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return [token for piece in pieces for token in piece]
 
 
+def template_options(thinking: bool | None) -> dict[str, bool]:
+    return {} if thinking is None else {"enable_thinking": thinking}
+
+
 @pytest.mark.parametrize("thinking", [None, True, False])
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_every_turn_is_the_official_template_s(
+def test_every_turn_equals_the_official_template(
     qwen3: PreTrainedTokenizerFast, thinking: bool | None, data: st.DataObject
 ) -> None:
-    """The template's prompts are append-only, and ours but for the empty blocks of each prompt."""
-    messages = data.draw(conversations(thinking))
-    tools = data.draw(tool_lists())
-    options = {"tools": tools} | ({} if thinking is None else {"enable_thinking": thinking})
-    added = {token.content for token in qwen3.added_tokens_decoder.values()}
-    block = _encode(qwen3, BLOCK) if thinking is False else []
-    newline = _encode(qwen3, "\n")
-    history: list[int] = []  # as the template shows it: without the blocks of earlier prompts
-    ids: list[int] = []
-    mask: list[int] = []
-    for index, message in enumerate([*messages, None]):
-        if message is not None and message.role != "assistant":
-            continue
-        if message is None and messages[-1].role == "assistant":
-            break
-        prompt = official(qwen3, messages[:index], add_generation_prompt=True, **options)
-        assert prompt[: len(history)] == history
-        ids += prompt[len(history) :]
-        mask += [0] * (len(prompt) - len(history))
-        history = prompt[: len(prompt) - len(block)]
-        assert history + block == prompt
-        if message is not None:
-            turn = _encode(qwen3, _mark(message.content, added, True) + "<|im_end|>")
-            ids += turn
-            mask += [1] * len(turn)
-            history += turn
-    assert ChatRenderer(qwen3, thinking).render(messages, tools) == (ids, mask)
-    if messages[-1].role == "assistant":
-        reasons = "</think>" in messages[-1].content
-        shown = [] if reasons else _encode(qwen3, BLOCK)
-        before = history[: len(history) - len(turn)]
-        assert official(qwen3, messages, **options) == before + shown + turn + newline
+    messages, tools = data.draw(conversations(thinking)), data.draw(tool_lists())
+    options = template_options(thinking)
+    ours = ChatRenderer(qwen3, thinking).render(messages, tools)
+    assert ours == official_turns(qwen3, messages, tools=tools, **options)
+    if thinking is not False and messages[-1].role != "assistant":
+        assert ours[0] == official(qwen3, messages, tools, add_generation_prompt=True, **options)
+
+
+@pytest.mark.parametrize("thinking", [None, True, False])
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_last_turn_differs_by_the_empty_block_alone(
+    qwen3: PreTrainedTokenizerFast, thinking: bool | None, data: st.DataObject
+) -> None:
+    """The template shows it there unless the turn has reasoning; a line break ends the turn."""
+    messages = [*data.draw(conversations(thinking)), data.draw(policy_messages(thinking))]
+    if messages[-2].role == "assistant":
+        del messages[-2]
+    options = template_options(thinking)
+    ids, mask = ChatRenderer(qwen3, thinking).render(messages, [])
+    turn = policy_turn(qwen3, messages[-1])
+    assert (ids[-len(turn) :], mask[-len(turn) :]) == (turn, [1] * len(turn))
+    prompt = official(qwen3, messages[:-1], [], add_generation_prompt=True)
+    shown = [] if "</think>" in messages[-1].content else _encode(qwen3, BLOCK)
+    theirs = official(qwen3, messages, [], **options)
+    assert theirs == prompt + shown + turn + _encode(qwen3, "\n")
 
 
 @pytest.mark.parametrize("thinking", [None, True, False])
@@ -157,8 +190,7 @@ def test_each_turn_s_mask_decodes_to_its_text(
     tiny: PreTrainedTokenizerFast, thinking: bool | None, data: st.DataObject
 ) -> None:
     """And no content holds a control token; what was rendered is never rendered otherwise."""
-    messages = data.draw(conversations(thinking))
-    tools = data.draw(tool_lists())
+    messages, tools = data.draw(conversations(thinking)), data.draw(tool_lists())
     renderer = ChatRenderer(tiny, thinking)
     ids, mask = renderer.render(messages, tools)
     spans = [
@@ -176,11 +208,10 @@ def test_each_turn_s_mask_decodes_to_its_text(
     calm_tools = [{"type": "function", "function": {"description": "calm"}} for _ in tools]
     theirs = renderer.render(calm, calm_tools)[0]
     assert [i for i in ids if i in control] == [i for i in theirs if i in control]
-    users = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
-    for end in range(users, len(messages)):
-        if messages[end].role == "assistant":
-            begun, begun_mask = renderer.render(messages[:end], tools)
-            assert (ids[: len(begun)], mask[: len(begun)]) == (begun, begun_mask)
+    for end, message in enumerate(messages):
+        if message.role == "assistant":
+            begun = renderer.render(messages[:end], tools)
+            assert begun == (ids[: len(begun[0])], mask[: len(begun[0])])
 
 
 @st.composite
@@ -213,7 +244,6 @@ def test_one_message_that_cannot_be_append_only_is_refused_by_its_index(
     tiny: PreTrainedTokenizerFast, thinking: bool | None, data: st.DataObject
 ) -> None:
     messages, at = data.draw(faults(thinking))
-    with pytest.raises(
-        ValueError, match=rf"\Amessages\[{at}\]( \({messages[at].role}\))?: [^\n]+\Z"
-    ):
+    named = rf"\Amessages\[{at}\]( \({messages[at].role}\))?: [^\n]+\Z"
+    with pytest.raises(ValueError, match=named):
         ChatRenderer(tiny, thinking).render(messages, [])
