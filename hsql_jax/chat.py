@@ -3,16 +3,22 @@
 Rendering is incremental and append-only: ids once produced, or sampled, are never rendered again.
 A conversation is `begin`, the policy's own ids up to its `<|im_end|>`, `observe`, the policy's ids
 again, and so on; `render` joins the same pieces for supervised training. The result equals the
-official template's ids, with one difference: the template re-renders history, so it shows an empty
-think block in the last assistant turn only. Here the block stands where a generation prompt had it:
-in every turn when `thinking` is False, in none otherwise.
+official template's ids where the template does not render history anew. Where it does:
+
+- It shows an empty think block in the last assistant turn only. Here the block stands where a
+  generation prompt had it: in every turn when `thinking` is False, in none otherwise.
+- It lays out a turn's reasoning in its own way. Here a turn stays as the policy wrote it.
+- It encodes prompt and turn at once. Here no token spans both, such as one of their line breaks.
+
+Control tokens spelt out in any content, and markup outside the policy's turns, are ordinary text,
+though the template's own encoding would parse them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,11 +83,15 @@ class ChatRenderer:
     def begin(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """Return the ids of the optional system turn, user turns and generation prompt.
 
-        Raises ValueError, naming the message, for any other role or order.
+        Raises ValueError, naming the message, for any other role or order; and where the policy
+        reasons, for user turns that the template takes for tool responses: with no query in sight
+        it drops all reasoning.
         """
         system = messages[0].content if messages and messages[0].role == "system" else None
         skip = 0 if system is None else 1
         _check_roles(messages[skip:], {"user"}, "before the policy's first turn", skip)
+        if self.thinking and all(map(_reads_as_response, messages[skip:])):
+            raise _refusal(skip, messages[skip], "reads as a tool response, with thinking=True")
         parts = [*system_turn(system, tools), *_turns(messages[skip:]), self._generation]
         return self._encode(parts, self._not_in_content)
 
@@ -105,17 +115,13 @@ class ChatRenderer:
 
         Raises ValueError, naming the message, where the conversation cannot be append-only.
         """
-        ids: list[int] = []
-        mask: list[int] = []
-        done = 0
-        for is_policy, group in groupby(messages, key=lambda message: message.role == "assistant"):
+        opening = list(takewhile(lambda message: message.role != "assistant", messages))
+        ids = self.begin(opening, tools)
+        mask = [0] * len(ids)
+        done = len(opening)
+        for is_policy, group in groupby(messages[done:], key=lambda m: m.role == "assistant"):
             turn = list(group)
-            if done == 0:
-                new = self.begin(turn, tools)
-            elif is_policy:
-                new = self._policy_turn(turn, done)
-            else:
-                new = self.observe(turn, done)
+            new = self._policy_turn(turn, done) if is_policy else self.observe(turn, done)
             mask += [int(is_policy)] * len(new)
             ids += new
             done += len(turn)
@@ -183,6 +189,12 @@ def _turns(messages: Sequence[Message]) -> Iterator[str]:
                 yield from (f"{START}{role}\n", Content(message.content), f"{STOP}\n")
 
 
+def _reads_as_response(message: Message) -> bool:
+    """Whether the template takes a user message for a tool's and not for a query."""
+    text = message.content
+    return text.startswith("<tool_response>") and text.endswith("</tool_response>")
+
+
 def _cut(text: str, forbidden: Collection[str]) -> list[str]:
     """Cut `text` behind the first character of each forbidden token, so that none is parsed."""
     cuts = {0, len(text)}
@@ -200,7 +212,9 @@ def _check_roles(messages: Sequence[Message], roles: set[str], where: str, first
         if message.role not in roles:
             raise _refusal(index, message, f"{where} only {' or '.join(sorted(roles))} may come")
     if not messages:
-        raise ValueError(f"messages[{first}] is missing: expected {' or '.join(sorted(roles))}")
+        raise ValueError(
+            f"messages[{first}]: a {' or '.join(sorted(roles))} message must come here"
+        )
 
 
 def _refusal(index: int, message: Message, reason: str) -> ValueError:
