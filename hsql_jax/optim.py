@@ -133,14 +133,13 @@ def schedule_free(config: OptimConfig, steps: int) -> optax.GradientTransformati
     Meant for `schedule = "constant"`. Evaluate the average, which `eval_params` gives.
     """
     rate = schedule(config, config.learning_rate, steps)
-    parts = [
+    base = optax.chain(
         optax.scale_by_rms(decay=config.b2, eps_in_sqrt=False, bias_correction=True),
         optax.add_decayed_weights(config.weight_decay, _mask(is_matrix)),
         optax.scale_by_learning_rate(rate),
-    ]
-    if config.gain_learning_rate is not None:
-        parts.append(gain_rate(config))
-    return optax.contrib.schedule_free(optax.chain(*parts), rate, b1=config.b1)
+        *gain_rate(config),
+    )
+    return optax.contrib.schedule_free(base, rate, b1=config.b1)
 
 
 Factory = Callable[[OptimConfig, int], optax.GradientTransformation]
@@ -160,18 +159,20 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
     """
     factory = OPTIMIZERS.get(config.name) or load_attribute(config.name, known=sorted(OPTIMIZERS))
     parts = [optax.clip_by_global_norm(config.clip_norm), factory(config, steps)]
-    if config.gain_learning_rate is not None and factory is not schedule_free:  # has it inside
-        parts.append(gain_rate(config))
+    if factory is not schedule_free:  # which has it inside
+        parts += gain_rate(config)
     if config.ema is not None:
         parts.append(average(config.ema))
     return optax.chain(*parts)
 
 
-def gain_rate(config: OptimConfig) -> optax.GradientTransformation:
-    """Scales the updates of the norm gains to those of `gain_learning_rate`."""
+def gain_rate(config: OptimConfig) -> list[optax.GradientTransformation]:
+    """What scales the updates of the norm gains to `gain_learning_rate`, if they have their own."""
+    if config.gain_learning_rate is None:
+        return []
     # Muon leaves the gains to its Adam, at that one's rate.
     base = config.adam_learning_rate if config.name == "muon" else config.learning_rate
-    return optax.masked(optax.scale(config.gain_learning_rate / base), _mask(is_gain))
+    return [optax.masked(optax.scale(config.gain_learning_rate / base), _mask(is_gain))]
 
 
 # --- averages -------------------------------------------------------------------------------------

@@ -164,6 +164,7 @@ def test_a_checkpoint_says_what_made_it(tmp_path: Path) -> None:
             checkpoints.restore(MODEL, optimizer(), make_mesh(ONE))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's
 def test_a_state_of_another_model_or_optimizer_is_not_taken_for_damage(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(random_state("adamw", ONE), EXTRA)
@@ -263,6 +264,7 @@ def test_no_whole_checkpoint_is_an_error(two: Path, tmp_path: Path) -> None:
 # --- what a file system refuses ----------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's
 def test_a_file_that_may_not_grow_fails_the_save_alone(tmp_path: Path) -> None:
     """It comes to light when the next one is saved, or at the end."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
