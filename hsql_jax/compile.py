@@ -42,6 +42,7 @@ from hsql_jax.sharding import (
     replicated,
     shards,
 )
+from hsql_jax.speed import forward_flops
 from hsql_jax.topology import GIB, Topology, find_topology
 from hsql_jax.train import TrainState, make_train_step, state_shardings
 
@@ -333,20 +334,6 @@ def _engine_arrays(config: CompileConfig, mesh: Mesh) -> dict[str, Any]:
 def _of_one_layer(stack: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     sharding = NamedSharding(stack.sharding.mesh, jax.P(*stack.sharding.spec[1:]))
     return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype, sharding=sharding)
-
-
-def forward_flops(
-    model: ModelConfig, rows: int, tokens: int, seen: float, heads: int | None = None
-) -> float:
-    """Operations of a forward pass over `rows` x `tokens`, each seeing `seen` keys on average.
-
-    Matrix products alone, two operations a multiplication. `heads` tokens of a row get logits
-    (default: all).
-    """
-    D, H, K, Q, F = model.d_model, model.heads, model.kv_heads, model.head_dim, model.d_ff
-    layer = D * (H + 2 * K) * Q + H * Q * D + 3 * D * F + 2 * H * Q * seen
-    head = D * model.vocab_size * (tokens if heads is None else heads)
-    return 2.0 * rows * (tokens * model.layers * layer + head)
 
 
 # --- the report -----------------------------------------------------------------------------------

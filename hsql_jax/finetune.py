@@ -6,9 +6,8 @@ import dataclasses
 import json
 import math
 import signal
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,8 @@ from hsql_jax.model import ModelConfig, init_params, param_shardings
 from hsql_jax.objectives import sft
 from hsql_jax.optim import OptimConfig, eval_params, make_optimizer
 from hsql_jax.sharding import MeshConfig, batch_sharding, check_sizes, make_mesh, model_sizes
+from hsql_jax.sinks import LogConfig, Sink, check_sinks, open_sinks
+from hsql_jax.speed import Meter, mesh_peak
 from hsql_jax.train import (
     Metrics,
     TrainState,
@@ -70,6 +71,7 @@ class SftConfig:
     resume: bool = option(False)
     dry_run: bool = option(False)  # print the plan and leave
     trace_steps: int = option(0)  # steps to record with JAX's profiler, from the third on
+    log: LogConfig = option(LogConfig())
     cluster: ClusterConfig = option(ClusterConfig())
 
     def __post_init__(self) -> None:
@@ -97,11 +99,16 @@ def main(config: SftConfig) -> None:
         return
     distributed.start(config.cluster)
     first = distributed.is_first()
-    distributed.first_does(lambda: claim_run_folder(config.run_dir, config, config.resume))
-    log = (
-        RunLog(config.run_dir) if first else RunLog(config.run_dir, Console(quiet=True), keep=False)
-    )
-    with _stop_signal() as stopped:
+    sinks: list[Sink] = []
+
+    def prepare() -> None:
+        check_sinks(config.log)
+        claim_run_folder(config.run_dir, config, config.resume)
+        sinks.extend(open_sinks(config.log, config.run_dir, config))
+
+    distributed.first_does(prepare)
+    log = RunLog(config.run_dir, None if first else Console(quiet=True), keep=first, sinks=sinks)
+    with closing(log), _stop_signal() as stopped:
         try:
             _run(config, log, stopped)
         except BaseException as error:
@@ -173,20 +180,22 @@ def _run(config: SftConfig, log: RunLog, stopped: Callable[[], bool]) -> None:
                     "another folder with --run-dir"
                 ) from None
         done = int(state.step)
-        clock = _Clock()
-        tokens = stream.tokens_per_epoch / stream.steps_per_epoch
+        meter = Meter(model, mesh_peak(mesh))
 
         def next_batch(_: TrainState) -> Batch:
-            with clock.waiting():
-                return place(next(stream))
+            with meter.waiting():
+                batch = place(next(stream))
+            meter.take(batch)
+            return batch
 
         with log.stage("sft", steps, "steps", done) as stage:
 
             def on_step(state: TrainState, metrics: Metrics) -> None:
                 step = int(state.step)
                 beat()
-                stage.advance(1, loss=metrics["loss"])
-                row = metrics | clock.lap(tokens) | {"epoch": step / stream.steps_per_epoch}
+                speed = meter.lap(metrics["loss_tokens"])
+                stage.advance(1, loss=metrics["loss"], **_shown(speed))
+                row = metrics | speed | {"epoch": step / stream.steps_per_epoch}
                 if metrics["skipped"]:
                     log.print(f"sft: {skip_line(state, metrics)}")
                 if step % config.save_every == 0 or step == steps:
@@ -301,28 +310,10 @@ def _placer(config: SftConfig, mesh: Mesh) -> Callable[[Batch], Batch]:
     return lambda batch: distributed.global_arrays(jax.tree.map(split, batch), sharding)
 
 
-class _Clock:
-    """Seconds of a step, and the share of them that was spent waiting for data."""
-
-    def __init__(self) -> None:
-        self._last, self._waited = time.perf_counter(), 0.0
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        begun = time.perf_counter()
-        yield
-        self._waited += time.perf_counter() - begun
-
-    def lap(self, tokens: float) -> Metrics:
-        """The figures of the step that ends now, of `tokens` tokens."""
-        now = time.perf_counter()
-        seconds, waited = now - self._last, self._waited
-        self._last, self._waited = now, 0.0
-        return {
-            "step_s": seconds,
-            "data_wait": waited / seconds,
-            "tokens_per_s": tokens / seconds,
-        }
+def _shown(speed: Metrics) -> dict[str, str]:
+    """What the console says of a step's speed."""
+    mfu = {"MFU": f"{speed['mfu']:.1%}"} if "mfu" in speed else {}
+    return {"tokens/s": f"{speed['tokens_per_s']:,.0f}"} | mfu
 
 
 def _mark(run_dir: Path, status: str, **values: Any) -> None:

@@ -25,12 +25,14 @@ from rich.progress import ProgressColumn as _ProgressColumn
 from rich.table import Table
 from rich.text import Text
 
+from hsql_jax.sinks import Sink
+
 METRICS_FILE = "metrics.jsonl"
 PLAIN_WIDTH = 120  # columns, where the output is no terminal and has no width of its own
 
 
 class RunLog:
-    """The console and the metrics file of one run.
+    """The console and the metrics file of one run, and the `sinks` that get its metrics too.
 
     With `keep=False` nothing is written: one process of a run has the file. `clock` gives seconds;
     where the console is no terminal a stage prints a line every `plain_every_s` seconds instead of
@@ -44,6 +46,7 @@ class RunLog:
         clock: Callable[[], float] = time.monotonic,
         plain_every_s: float = 10.0,
         keep: bool = True,
+        sinks: Sequence[Sink] = (),
     ) -> None:
         self.console = console if console is not None else _console()
         self.stage_seconds: dict[str, float] = {}
@@ -51,6 +54,7 @@ class RunLog:
         self._plain_every_s = plain_every_s
         self._start = clock()
         self._keep, self._path = keep, run_dir / METRICS_FILE
+        self._sinks = sinks
         if keep:
             run_dir.mkdir(parents=True, exist_ok=True)
             _drop_torn_line(self._path)
@@ -63,18 +67,27 @@ class RunLog:
         """Append one row of metrics; `seconds` is since this log was opened.
 
         Values are numbers or zero-dimensional arrays. JSON has no NaN or infinity: those are
-        written as null.
+        written as null, and no sink gets them.
         """
         if not self._keep:
             return
+        numbers = {name: _number(value) for name, value in values.items()}
         row = {
             "stage": stage,
             "step": step,
             "seconds": round(self._clock() - self._start, 3),
-            "values": {name: _number(value) for name, value in values.items()},
+            "values": numbers,
         }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
+        finite = {name: value for name, value in numbers.items() if value is not None}
+        for sink in self._sinks:
+            sink.write(stage, step, finite)
+
+    def close(self) -> None:
+        """Close the sinks; without any there is nothing to close."""
+        for sink in self._sinks:
+            sink.close()
 
     @contextmanager
     def stage(self, name: str, total: int | None, unit: str, done: int = 0) -> Iterator[Stage]:

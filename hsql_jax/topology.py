@@ -37,6 +37,18 @@ CHIPS: dict[str, Chip] = {
     "cpu": Chip("cpu", 8 * GIB, 0.1e12, 20e9, 10e9),
 }
 
+# The same chips by the names of devices that are there; an H200 is an H100 with more memory.
+KINDS = {
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h100",
+}
+
 # An H100 as XLA describes it to its compiler, for a machine without one.
 H100 = """
 gpu_device_info {
@@ -62,6 +74,11 @@ class Topology(NamedTuple):
     name: str  # CHIP:SIZE, such as v5p:2x2x2
     chip: Chip
     devices: Sequence[Any]
+
+
+def peak_flops(kind: str) -> float | None:
+    """Operations a second, bfloat16, of a device of JAX's `device_kind`; None if not known."""
+    return CHIPS[KINDS[kind]].flops if kind in KINDS else None
 
 
 def find_topology(name: str) -> Topology:

@@ -24,7 +24,6 @@ from hsql_jax.compile import (
     Phase,
     check,
     compile_phase,
-    forward_flops,
     memory_classes,
     needed_bytes,
     show,
@@ -33,6 +32,7 @@ from hsql_jax.errors import UserError
 from hsql_jax.model import ModelConfig, forward, head_matrix, init_params, param_specs
 from hsql_jax.model.qwen3 import is_spec
 from hsql_jax.sharding import MeshConfig, Meshes
+from hsql_jax.speed import forward_flops
 from hsql_jax.topology import find_topology
 
 TINY = recipes.tiny()

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 import pytest
 from demo_process import compile_quickly
+from events import read_events
 from samples import TOOLS, conversation
 
 from hsql_jax.metrics import read_metrics
@@ -112,6 +113,21 @@ def test_a_run_leaves_a_model_metrics_and_its_state(whole: Path) -> None:
     assert measured[STEPS] < measured[2]
     assert rows[3]["values"]["epoch"] == 1.0
     assert load_hf(whole / "model")[0].vocab_size == 1000
+    tokens = [row["values"]["tokens"] for row in rows]
+    assert sum(tokens[:4]) == sum(tokens[4:8]) > 4 * 4 * 50
+    for value in (row["values"] for row in rows):
+        assert value["tokens_per_s"] == pytest.approx(value["tokens"] / value["step_s"])
+        assert "mfu" not in value  # nobody knows a CPU's peak
+
+
+def curve_of(run_dir: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["values"]["loss"]) for row in read_metrics(run_dir)]
+
+
+def test_tensorboard_has_the_curves(whole: Path) -> None:
+    curves = read_events(whole / "tensorboard" / "sft")
+    assert curves["loss"] == curve_of(whole)
+    assert [step for step, _ in curves["held_out_loss"]] == list(range(2, STEPS + 1, 2))
 
 
 def test_sigterm_saves_and_the_run_goes_on_as_if_nothing_had_been(
@@ -128,6 +144,7 @@ def test_sigterm_saves_and_the_run_goes_on_as_if_nothing_had_been(
     assert f"stopped after step {state['step']}; --resume continues it" in out
     finish(run(folder, "--resume"))
     assert same_model(folder, whole)
+    assert read_events(folder / "tensorboard" / "sft")["loss"] == curve_of(whole)
 
 
 @pytest.mark.timeout(200 + 40 * KILLS)

@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hsql_jax.compile import forward_flops, memory_classes, needed_bytes
+from hsql_jax.compile import memory_classes, needed_bytes
 from hsql_jax.data import Example, assemble
 from hsql_jax.model import ModelConfig, init_params
 from hsql_jax.model.attention import BACKENDS, attention, choose
@@ -48,6 +48,7 @@ from hsql_jax.optim import OptimConfig, make_optimizer
 from hsql_jax.rollout.engine import Engine, EngineConfig
 from hsql_jax.sft import stack
 from hsql_jax.sharding import MeshConfig, make_mesh, platform_of
+from hsql_jax.speed import forward_flops
 from hsql_jax.train import TrainState, create_state, make_train_step
 
 MIB = 2**20
