@@ -33,7 +33,7 @@ from hsql_jax.objectives import sft
 from hsql_jax.optim import OptimConfig, eval_params, make_optimizer
 from hsql_jax.sharding import MeshConfig, batch_sharding, check_sizes, make_mesh, model_sizes
 from hsql_jax.sinks import LogConfig, Sink, check_sinks, open_sinks
-from hsql_jax.speed import Meter, mesh_peak
+from hsql_jax.speed import Meter, mesh_peak, trace
 from hsql_jax.train import (
     Metrics,
     TrainState,
@@ -188,7 +188,10 @@ def _run(config: SftConfig, log: RunLog, stopped: Callable[[], bool]) -> None:
             meter.take(batch)
             return batch
 
-        with log.stage("sft", steps, "steps", done) as stage:
+        with (
+            log.stage("sft", steps, "steps", done) as stage,
+            trace(config.run_dir / "trace", config.trace_steps) as traced,
+        ):
 
             def on_step(state: TrainState, metrics: Metrics) -> None:
                 step = int(state.step)
@@ -201,10 +204,7 @@ def _run(config: SftConfig, log: RunLog, stopped: Callable[[], bool]) -> None:
                 if step % config.save_every == 0 or step == steps:
                     row |= _save(state)
                 log.write("sft", step, row)
-                if config.trace_steps and step == done + 2:
-                    jax.profiler.start_trace(config.run_dir / "trace")
-                if config.trace_steps and step == done + 2 + config.trace_steps:
-                    jax.profiler.stop_trace()
+                traced()
 
             def _save(state: TrainState) -> Metrics:
                 values = {}

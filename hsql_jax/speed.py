@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -93,3 +94,26 @@ class Meter:
             flops = train_flops(self._model, tokens, seen / tokens, loss_tokens)
             values["mfu"] = flops / (seconds * self._peak)
         return values
+
+
+@contextmanager
+def trace(folder: Path, steps: int) -> Iterator[Callable[[], None]]:
+    """Give a function to call after every step: JAX's profiler records `steps`, from the third on.
+
+    A run that ends before them keeps what was recorded.
+    """
+    done = 0
+
+    def after_step() -> None:
+        nonlocal done
+        done += 1
+        if steps and done == 2:
+            jax.profiler.start_trace(folder)
+        if steps and done == 2 + steps:
+            jax.profiler.stop_trace()
+
+    try:
+        yield after_step
+    finally:
+        if 2 <= done < 2 + steps:
+            jax.profiler.stop_trace()

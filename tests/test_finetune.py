@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -142,7 +143,10 @@ def test_sigterm_saves_and_the_run_goes_on_as_if_nothing_had_been(
     assert state["status"] == "stopped"
     assert 3 <= state["step"] < STEPS
     assert f"stopped after step {state['step']}; --resume continues it" in out
-    finish(run(folder, "--resume"))
+    out, _ = finish(run(folder, "--resume"))
+    assert re.search(
+        rf"{STEPS}/{STEPS} steps, .*  loss [\d.]+  tokens/s [\d,]+$", out, re.MULTILINE
+    )
     assert same_model(folder, whole)
     assert read_events(folder / "tensorboard" / "sft")["loss"] == curve_of(whole)
 

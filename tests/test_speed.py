@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from hsql_jax.data import Example, assemble
+from hsql_jax.data import Batch, Example, assemble
 from hsql_jax.model import ModelConfig
-from hsql_jax.speed import Meter, count_tokens, train_flops
+from hsql_jax.speed import Meter, count_tokens, trace, train_flops
 from hsql_jax.topology import peak_flops
 
 MODEL = ModelConfig(
@@ -18,7 +20,7 @@ MODEL = ModelConfig(
 UPDATE = 6 * (5 * 2 * 144 + 3 * 4 * 10) + 12 * 2 * 2 * 2 * 9
 
 
-def batch():
+def batch() -> Batch:
     rows = [[Example([1, 2, 3], [0, 1, 1]), Example([4, 5], [0, 1])]]
     return assemble(rows, length=8, count=2)
 
@@ -50,6 +52,16 @@ def test_where_the_peak_is_not_known_there_is_no_share() -> None:
     meter.take(batch())
     now[0] = 1.0
     assert "mfu" not in meter.lap(loss_tokens=3)
+
+
+@pytest.mark.parametrize(("steps", "traces"), [(0, 0), (1, 1), (50, 1)])
+def test_a_trace_is_kept_though_the_run_ends_before_it(
+    tmp_path: Path, steps: int, traces: int
+) -> None:
+    with trace(tmp_path, steps) as traced:
+        for _ in range(4):
+            traced()
+    assert len(list(tmp_path.rglob("*.xplane.pb"))) == traces
 
 
 @pytest.mark.parametrize(
