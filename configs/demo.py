@@ -36,6 +36,7 @@ def demo() -> DemoConfig:
         refine=StageConfig(steps=1200, rows=4, row_tokens=288, optim=optim),
         rl=RlConfig(
             iterations=6,
+            updates=1,
             optim=OptimConfig(
                 name="adamw",
                 learning_rate=2e-4,

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib
 import multiprocessing
+import os
 import shlex
 import shutil
 import signal
@@ -24,6 +25,7 @@ from hsql_jax.errors import UserError
 
 INTERRUPTED = 128 + signal.SIGINT  # the shell's status for a process ended by Ctrl-C
 TERMINATED = 128 + signal.SIGTERM
+UNREAD = 128 + signal.SIGPIPE  # who read the output has gone, as `head` does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +51,20 @@ VERBS: Mapping[str, Verb] = {
         "hsql_jax.finetune",
         "configs/sft.py:tiny",
     ),
+    "rl": Verb(
+        "Policy optimisation with rollouts in the environment service; resumable.",
+        "hsql_jax.reinforce",
+        "configs/rl.py:tiny_cpu",
+    ),
     "compile": Verb(
         "What a model needs on a machine that need not be there: memory, traffic, time.",
         "hsql_jax.compile",
         "configs/compile.py:tiny",
+    ),
+    "check-objective": Verb(
+        "Whether an objective, your own too, holds to what every objective must.",
+        "hsql_jax.check_objective",
+        "configs/checks.py:objective",
     ),
     "data inspect": Verb(
         "A batch as the loss sees it: supervised tokens, segments, padding, counts.",
@@ -72,6 +84,10 @@ def main(arguments: Sequence[str] | None = None, verbs: Mapping[str, Verb] = VER
     try:
         with _children_end_with_us():
             _dispatch(arguments, verbs)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return UNREAD
     except KeyboardInterrupt:
         print(f"\nhsql: interrupted; to continue: {_resume_command(arguments)}", file=sys.stderr)
         return INTERRUPTED

@@ -241,7 +241,7 @@ def _train(name: str, config: CompileConfig, meshes: tuple[Mesh, Mesh]) -> Progr
     """The train step of the trainer itself, with supervised learning's loss or the objective's."""
     model, mesh = config.model, meshes[0]
     tx = make_optimizer(config.optim, steps=1000)
-    loss = resolve("sft" if name == "sft" else config.objective).loss
+    objective = resolve("sft" if name == "sft" else config.objective)
 
     def fresh() -> TrainState:
         params = init_params(model, jax.random.key(0))
@@ -250,7 +250,9 @@ def _train(name: str, config: CompileConfig, meshes: tuple[Mesh, Mesh]) -> Progr
     state = _placed(jax.eval_shape(fresh), state_shardings(mesh, model, tx))
     shape = (config.micro_batches, config.rows // config.micro_batches, config.tokens)
     integers = {"tokens", "targets", "segment_ids", "positions"}
-    names = [item.name for item in dataclasses.fields(Batch)]
+    unread = {"sampler_logprobs"} if not objective.recompute else set()
+    unread |= {"ref_logprobs"} if not objective.reference else set()
+    names = [item.name for item in dataclasses.fields(Batch) if item.name not in unread]
     leaves = {name: jnp.int32 if name in integers else jnp.float32 for name in names}
     batch = Batch(**{name: jax.ShapeDtypeStruct(shape, kind) for name, kind in leaves.items()})
     batch = _placed(batch, batch_sharding(mesh))
@@ -260,7 +262,7 @@ def _train(name: str, config: CompileConfig, meshes: tuple[Mesh, Mesh]) -> Progr
     chunks = -(-own // piece_size(mesh))
     return Program(
         devices=mesh.size,
-        function=make_train_step(model, loss, tx, mesh),
+        function=make_train_step(model, objective.loss, tx, mesh),
         arguments=(state, batch),
         keywords={},
         classes={"parameters": state.params, "optimizer": state.opt_state, "batch": batch},

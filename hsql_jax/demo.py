@@ -50,6 +50,7 @@ from hsql_jax.objectives import resolve
 from hsql_jax.optim import make_optimizer
 from hsql_jax.rl import NothingToLearn, run_rl
 from hsql_jax.rollout.player import Player
+from hsql_jax.run_folder import write_whole
 from hsql_jax.sft import (
     correction_example,
     full_example,
@@ -59,6 +60,7 @@ from hsql_jax.sft import (
 )
 from hsql_jax.sharding import MeshConfig, make_mesh
 from hsql_jax.tokenizer import frequent_fragments, tool_call_fragments, train_tokenizer
+from hsql_jax.weights import save_hf
 
 SPLITS = ("seen", "unseen")
 Results = dict[str, dict[str, dict[str, list[Trajectory]]]]  # stage -> split -> decoding
@@ -110,8 +112,17 @@ def run_stages(
             corrections = correct(run, player, first, tasks)
             sft = refine(run, renderer, model, trajectories, corrections, first)
             rl = reinforce(run, model, sft, player, tasks)
+            export(run, model, {"sft": sft, "rl": rl})
             results = evaluate_all(run, player, {"base": base, "sft": sft, "rl": rl}, tasks)
     return tasks, trajectories, results
+
+
+def export(run: Run, model: ModelConfig, policies: Mapping[str, Any]) -> None:
+    """Each policy as a Hugging Face folder, where `hsql rl` and others can begin."""
+    for name, params in policies.items():
+        folder = run.path("models", name)
+        if not (folder / "config.json").exists():
+            save_hf(folder, model, params)
 
 
 @contextmanager
@@ -520,10 +531,3 @@ def timed(run: Run, stage: str) -> Iterator[None]:
         seconds = json.loads(file.read_text()) if file.exists() else {}
         seconds[stage] = round(seconds.get(stage, 0.0) + time.monotonic() - begin, 1)
         write_whole(file, json.dumps(seconds) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that it is whole or absent, whenever the run is cut."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

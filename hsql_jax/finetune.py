@@ -31,6 +31,7 @@ from hsql_jax.metrics import RunLog
 from hsql_jax.model import ModelConfig, init_params, param_shardings
 from hsql_jax.objectives import sft
 from hsql_jax.optim import OptimConfig, eval_params, make_optimizer
+from hsql_jax.run_folder import mark, mark_ended
 from hsql_jax.sharding import MeshConfig, batch_sharding, check_sizes, make_mesh, model_sizes
 from hsql_jax.sinks import LogConfig, Sink, check_sinks, open_sinks
 from hsql_jax.speed import Meter, mesh_peak, trace
@@ -43,9 +44,7 @@ from hsql_jax.train import (
     skip_line,
     train,
 )
-from hsql_jax.weights import load_hf, save_hf
-
-STATUS = "status.json"  # of a run folder: whether it runs, stopped in between, or is finished
+from hsql_jax.weights import load_into, save_hf
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,7 @@ class SftConfig:
     run_dir: Path = option(Path("runs/sft"))
     resume: bool = option(False)
     dry_run: bool = option(False)  # print the plan and leave
+    json: bool = option(False)  # print the plan as JSON
     trace_steps: int = option(0)  # steps to record with JAX's profiler, from the third on
     log: LogConfig = option(LogConfig())
     cluster: ClusterConfig = option(ClusterConfig())
@@ -95,7 +95,8 @@ def main(config: SftConfig) -> None:
     }
     check_sizes(config.mesh, sizes)
     if config.dry_run:
-        print(plan(config))
+        found = plan(config)
+        print(json.dumps(found, indent=2) if config.json else show(found))
         return
     distributed.start(config.cluster)
     first = distributed.is_first()
@@ -113,27 +114,43 @@ def main(config: SftConfig) -> None:
             _run(config, log, stopped)
         except BaseException as error:
             if first:
-                _mark(config.run_dir, "failed", reason=" ".join(str(error).split())[:500])
+                mark_ended(config.run_dir, error)
             raise
 
 
-def plan(config: SftConfig) -> str:
-    """What a run will do, as lines: its counts, its mesh, its config."""
+def plan(config: SftConfig) -> dict[str, Any]:
+    """What a run will do: its counts, its mesh, its config, as JSON values."""
     count, source = _example_count(config)
-    updates = config.epochs * math.ceil(count / config.data.rows)
-    lines = [
-        f"trajectories  {count:,} ({source})",
-        f"epochs        {config.epochs}",
-        f"batch         {config.data.rows} rows of {config.data.row_tokens:,} tokens, "
-        f"in {config.micro_batches} micro-batches",
-        f"updates       {updates:,}",
-        f"mesh          {config.mesh.shape}, {config.mesh.devices} devices",
-        "config",
-        to_json(config).rstrip(),
-    ]
-    if config.data.packed:
-        lines[3] += " at most; packing puts several trajectories in a row"
-    return "\n".join(lines)
+    return {
+        "trajectories": count,
+        "source": source,
+        "epochs": config.epochs,
+        "rows": config.data.rows,
+        "row_tokens": config.data.row_tokens,
+        "micro_batches": config.micro_batches,
+        "updates": config.epochs * math.ceil(count / config.data.rows),
+        "updates_are_exact": not config.data.packed,  # else packing may need fewer
+        "mesh": config.mesh.shape,
+        "devices": config.mesh.devices,
+        "config": json.loads(to_json(config)),
+    }
+
+
+def show(plan: dict[str, Any]) -> str:
+    """The plan as lines for people."""
+    at_most = "" if plan["updates_are_exact"] else " at most; packing puts several in a row"
+    return "\n".join(
+        [
+            f"trajectories  {plan['trajectories']:,} ({plan['source']})",
+            f"epochs        {plan['epochs']}",
+            f"batch         {plan['rows']} rows of {plan['row_tokens']:,} tokens, "
+            f"in {plan['micro_batches']} micro-batches",
+            f"updates       {plan['updates']:,}{at_most}",
+            f"mesh          {plan['mesh']}, {plan['devices']} devices",
+            "config",
+            json.dumps(plan["config"], indent=2),
+        ]
+    )
 
 
 def _example_count(config: SftConfig) -> tuple[int, str]:
@@ -256,23 +273,7 @@ def _start(config: SftConfig, model: ModelConfig, mesh: Mesh) -> Any:
             out_shardings=param_shardings(mesh, model),
         )
         return init()
-    found, params = load_hf(config.weights, dtype=model.param_dtype, mesh=mesh)
-    for name in (
-        "vocab_size",
-        "d_model",
-        "layers",
-        "heads",
-        "kv_heads",
-        "head_dim",
-        "d_ff",
-        "tied",
-    ):
-        if getattr(found, name) != getattr(model, name):
-            raise UserError(
-                f"{config.weights}: {name} is {getattr(found, name)}, but the config's model has "
-                f"{getattr(model, name)}"
-            )
-    return params
+    return load_into(model, config.weights, mesh)
 
 
 def _held_out(config: SftConfig, renderer: ChatRenderer, process: int, count: int) -> list[Batch]:
@@ -317,11 +318,8 @@ def _shown(speed: Metrics) -> dict[str, str]:
 
 
 def _mark(run_dir: Path, status: str, **values: Any) -> None:
-    """Say in the run folder how the run stands, for launchers and people."""
     if distributed.is_first():
-        partial = run_dir / f"{STATUS}.partial"
-        partial.write_text(json.dumps({"status": status} | values) + "\n")
-        partial.replace(run_dir / STATUS)
+        mark(run_dir, status, **values)
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,16 @@ from hsql_jax.objectives import Objective, resolve
 from hsql_jax.optim import OptimConfig, eval_params, make_optimizer
 from hsql_jax.rollout.player import Played, Player
 from hsql_jax.sft import stack
-from hsql_jax.train import Metrics, TrainState, create_state, make_train_step, skip_line, train
+from hsql_jax.train import (
+    Metrics,
+    TrainState,
+    create_state,
+    make_scorer,
+    make_train_step,
+    skip_line,
+    train,
+)
 
-ROWS = 8  # packed rows of a micro-batch
 FIRST_ZERO_ITERATIONS = 5  # all rewards zero from the start: the harness or the parser is broken
 LATER_ZERO_ITERATIONS = 2  # all rewards zero after a success: the policy collapsed
 MOST_ROLLOUTS = 10  # of one iteration, while too few groups have anything to teach
@@ -34,21 +41,26 @@ MOST_ROLLOUTS = 10  # of one iteration, while too few groups have anything to te
 
 @dataclass(frozen=True)
 class RlConfig:
-    """The DAPO stage. An iteration samples `questions` groups of `group` episodes."""
+    """An RL stage. An iteration samples `questions` groups of `group` episodes."""
 
     optim: OptimConfig
     objective: str = "dapo"
     iterations: int = 10
     questions: int = 16
     group: int = 8  # G of equation (7)
-    updates: int = 1  # optimizer steps an iteration, each on its share of the groups
+    updates: int = 2  # optimizer steps an iteration, each on its share of the groups
     temperature: float = 1.0
+    rows: int = 8  # packed rows of a micro-batch, of a session's tokens each
+    recompute: bool = False  # old log-probabilities by the trainer, instead of the sampler's own
+    eval_every: int = 0  # iterations between two greedy evaluations on held-out tasks; 0: none
+    save_every: int = 4  # iterations between two checkpoints
 
     def __post_init__(self) -> None:
-        if self.iterations < 1 or self.group < 1:
-            raise ValueError(
-                f"rl.iterations = {self.iterations}, rl.group = {self.group}: give at least 1"
-            )
+        least = {n: getattr(self, n) for n in ("iterations", "group", "rows", "save_every")}
+        if small := [f"rl.{name} = {size}" for name, size in least.items() if size < 1]:
+            raise ValueError(f"{small[0]}: give at least 1")
+        if self.eval_every < 0:
+            raise ValueError(f"rl.eval_every = {self.eval_every}: give at least 0")
         if self.temperature <= 0:
             raise ValueError(f"rl.temperature = {self.temperature}: sampling needs more than 0")
         if not 1 <= self.updates <= self.questions:
@@ -65,8 +77,15 @@ class NothingToLearn(UserError):
     """A guard stopped RL: going on would burn hours."""
 
 
+Score = Callable[[Any, Batch], np.ndarray]  # of `make_scorer`
+
+
 class Rollouts:
-    """The source of RL batches: samples from the policy as it is when its queue is empty."""
+    """The source of RL batches: samples from the policy as it is when its queue is empty.
+
+    `score` computes log-probabilities for an objective, or a config, that wants them of the
+    trainer; `reference` are the parameters at the start, for an objective with a divergence.
+    """
 
     def __init__(
         self,
@@ -78,8 +97,11 @@ class Rollouts:
         packed: bool,
         seed: int,
         sink: Path,
+        score: Score,
+        reference: Any,
     ) -> None:
         self._player, self._objective, self._config = player, objective, config
+        self._score, self._reference = score, reference
         self._row_tokens, self._packed, self._sink = row_tokens, packed, sink
         order = np.random.default_rng(seed).permutation(len(tasks))
         self._tasks = [tasks[i] for i in order]
@@ -109,7 +131,7 @@ class Rollouts:
         Raises `NothingToLearn` when a guard trips.
         """
         if not self._queue:
-            self._queue = self._batches(self._effective_groups(state))
+            self._queue = self._batches(self._effective_groups(state), state.params)
         return self._queue.pop(0)
 
     def _effective_groups(self, state: TrainState) -> list[Group]:
@@ -165,11 +187,11 @@ class Rollouts:
                 "collapsed; start again with a lower learning rate"
             )
 
-    def _batches(self, kept: list[Group]) -> list[Batch]:
+    def _batches(self, kept: list[Group], params: Any) -> list[Batch]:
         """One batch an update: each on its share of the groups, all of one shape."""
         config = self._config
-        most = -(-config.questions * config.group // (config.updates * ROWS)) + config.group
-        batches = []
+        most = -(-config.questions * config.group // (config.updates * config.rows)) + config.group
+        batches, gaps = [], []
         for share in (kept[update :: config.updates] for update in range(config.updates)):
             examples = []
             for group in share:
@@ -177,12 +199,32 @@ class Rollouts:
                 for one, advantage in zip(group, advantages, strict=True):
                     if one.session is not None and any(one.session.mask):
                         examples.append(one.session.example(float(advantage)))
-            micro = pack(examples, self._row_tokens, ROWS, self._packed)
+            micro = pack(examples, self._row_tokens, config.rows, self._packed)
             if not micro:
                 raise UserError("rl: no prompt leaves room for a turn; raise --engine.lengths")
+            micro = [self._scored(one, params) for one in micro]
+            gaps += [sampler_gap(one) for one in micro if one.sampler_logprobs is not None]
             padding = jax.tree.map(np.zeros_like, micro[0])
             batches.append(stack(micro + [padding] * (most - len(micro))))
+        if gaps:
+            self.metrics["sampler_gap"] = max(gaps)
         return batches
+
+    def _scored(self, batch: Batch, params: Any) -> Batch:
+        """The micro-batch [B, T] with the log-probabilities that the objective reads."""
+        if self._config.recompute or self._objective.recompute:
+            old = self._score(params, stack([batch]))[0]
+            batch = replace(batch, old_logprobs=old, sampler_logprobs=batch.old_logprobs)
+        if self._objective.reference:
+            reference = self._score(self._reference, stack([batch]))[0]
+            batch = replace(batch, ref_logprobs=reference)
+        return batch
+
+
+def sampler_gap(batch: Batch) -> float:
+    """How far the sampler's log-probabilities are from the trainer's, at the worst loss token."""
+    gap = (batch.old_logprobs - batch.sampler_logprobs) * batch.loss_mask
+    return float(np.max(np.abs(gap)))
 
 
 def spoiled(one: Played) -> str:
@@ -228,15 +270,20 @@ def run_rl(
     row_tokens: int,
     log: RunLog,
     seed: int,
+    measure: Callable[[Any, int], Metrics] | None = None,
 ) -> Any:
     """Train `config.iterations` iterations from `params`; return the parameters to evaluate.
 
     Continues from the newest checkpoint in `folder`; one is saved after every few iterations.
+    `measure(params, iteration)` gives what is logged of the policy every `config.eval_every`.
     """
     steps = config.iterations * config.updates
     objective = resolve(config.objective)
     tx = make_optimizer(config.optim, steps)
-    source = Rollouts(player, tasks, objective, config, row_tokens, model.packed, seed, sink)
+    score = make_scorer(model, mesh, config.temperature)
+    source = Rollouts(
+        player, tasks, objective, config, row_tokens, model.packed, seed, sink, score, params
+    )
     with Checkpoints(folder, config=fingerprint(config), say=log.print) as checkpoints:
         if checkpoints.latest() is None:
             state = create_state(params, model, tx, mesh)
@@ -249,13 +296,16 @@ def run_rl(
 
             def on_step(state: TrainState, metrics: Metrics) -> None:
                 step = int(state.step)
+                iteration, rest = divmod(step, config.updates)
+                if measure and config.eval_every and not rest and not iteration % config.eval_every:
+                    metrics |= measure(eval_params(state.opt_state, state.params), iteration)
                 log.write("rl", step, metrics | source.metrics)
                 if metrics["skipped"]:
                     log.print(f"rl: {skip_line(state, metrics)}")
-                if step % config.updates == 0:
+                if not rest:
                     shown = {"kl": metrics["kl"]} if "kl" in metrics else {}
                     stage.advance(1, reward=source.metrics["reward"], **shown)
-                    if step == steps or step % (4 * config.updates) == 0:
+                    if step == steps or iteration % config.save_every == 0:
                         checkpoints.save(state, {"rollouts": source.state()})
 
             step_fn = make_train_step(model, objective.loss, tx, mesh, config.temperature)

@@ -12,6 +12,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -78,6 +79,30 @@ def create_state(
     return TrainState(step=step, params=jax.tree.map(jnp.copy, params), opt_state=opt_state)
 
 
+def batch_logprobs(
+    params: Any,
+    model: ModelConfig,
+    batch: Batch,
+    temperature: float,
+    mesh: Mesh | None = None,
+    keep: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities of the targets [B, T] at `temperature`, and the policy's entropy there.
+
+    With a `mesh`, the batch is split over it; `keep` holds what the backward pass needs.
+    """
+    hidden = forward(params, model, batch.tokens, batch.segment_ids, batch.positions, mesh)
+    return token_logprobs(
+        hidden,
+        head_matrix(params),
+        batch.targets,
+        batch.loss_mask,
+        temperature=temperature,
+        keep=keep,
+        mesh=mesh,
+    )
+
+
 def batch_loss(
     params: Any,
     model: ModelConfig,
@@ -86,24 +111,42 @@ def batch_loss(
     temperature: float,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, LossSum]:
-    """The objective's sum over one [B, T] micro-batch, and its parts with the entropy added.
-
-    With a `mesh`, the batch is split over it.
-    """
-    hidden = forward(params, model, batch.tokens, batch.segment_ids, batch.positions, mesh)
+    """The objective's sum over one [B, T] micro-batch, and its parts with the entropy added."""
+    keep = model.remat == "none"
+    logprobs, entropy = batch_logprobs(params, model, batch, temperature, mesh, keep)
     mask = batch.loss_mask
-    logprobs, entropy = token_logprobs(
-        hidden,
-        head_matrix(params),
-        batch.targets,
-        mask,
-        temperature=temperature,
-        keep=model.remat == "none",
-        mesh=mesh,
+    parts = loss(
+        Tokens(
+            logprobs,
+            batch.old_logprobs,
+            batch.advantages,
+            mask,
+            batch.segment_ids,
+            batch.sampler_logprobs,
+            batch.ref_logprobs,
+        )
     )
-    parts = loss(Tokens(logprobs, batch.old_logprobs, batch.advantages, mask, batch.segment_ids))
     stats = {"entropy": jnp.sum(entropy * mask), "tokens": jnp.sum(mask)}
     return parts.total, parts._replace(stats=parts.stats | stats)
+
+
+def make_scorer(
+    model: ModelConfig, mesh: Mesh, temperature: float = 1.0
+) -> Callable[[Any, Batch], np.ndarray]:
+    """A jitted `(params, batch) -> [A, B, T]`: log-probabilities as the train step computes them.
+
+    Batch leaves are [A, B, T]; tokens without a loss get 0.
+    """
+
+    def score(params: Any, batch: Batch) -> jax.Array:
+        def one(micro: Batch) -> jax.Array:
+            return batch_logprobs(params, model, micro, temperature, mesh)[0] * micro.loss_mask
+
+        return jax.lax.map(one, batch)
+
+    places = param_shardings(mesh, model), batch_sharding(mesh)
+    compiled = jax.jit(score, in_shardings=places, out_shardings=replicated(mesh))
+    return lambda params, batch: np.asarray(compiled(params, batch))
 
 
 def make_train_step(

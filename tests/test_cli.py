@@ -143,6 +143,19 @@ def test_help_names_every_verb_without_loading_jax() -> None:
         assert f"  {name:<{width}}  {verb.summary}\n" in shown.stdout
 
 
+def test_output_that_nobody_reads_is_no_traceback() -> None:
+    code = "import sys; from hsql_jax.cli import main; sys.exit(main(['--help']))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        shown = subprocess.run(
+            [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(writer)
+    assert (shown.returncode, shown.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 @pytest.mark.parametrize("name", VERBS)
 def test_every_verb_has_a_program_and_a_config(name: str) -> None:
     load_config(VERBS[name].config)

@@ -283,8 +283,8 @@ def one_line(text: str) -> str:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("--rl.iterations", "rl.iterations = 0, rl.group = 2: give at least 1"),
-        ("--rl.group", "rl.iterations = 2, rl.group = 0: give at least 1"),
+        ("--rl.iterations", "rl.iterations = 0: give at least 1"),
+        ("--rl.group", "rl.group = 0: give at least 1"),
         ("--engine.slots", "engine slots = 0, rows = 8, width = 32, chunk = 8: each must be"),
         ("--save-every", "save_every = 0: give at least 1"),
         ("--tasks.databases", "counts are at least 1"),

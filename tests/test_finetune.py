@@ -151,6 +151,18 @@ def test_sigterm_saves_and_the_run_goes_on_as_if_nothing_had_been(
     assert read_events(folder / "tensorboard" / "sft")["loss"] == curve_of(whole)
 
 
+def test_an_interrupt_is_no_failure(run: Run, whole: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = run(folder)
+    wait_for_step(process, folder, 3)
+    process.send_signal(signal.SIGINT)
+    _, err = finish(process, status=130)
+    assert "hsql: interrupted; to continue: " in err
+    assert state_of(folder)["status"] == "interrupted"
+    finish(run(folder, "--resume"))
+    assert same_model(folder, whole)
+
+
 @pytest.mark.timeout(200 + 40 * KILLS)
 def test_kills_at_any_step_change_no_bit(run: Run, tmp_path: Path) -> None:
     longer = ("--epochs", str(3 + KILLS))
@@ -233,6 +245,13 @@ def test_the_papers_counts(capfd: pytest.CaptureFixture[str]) -> None:
     assert counts == ["2,512", "3", "16", "471"]
     assert "'fsdp': 8" in out
     assert '"learning_rate": 1e-05' in out
+
+    plan = ["sft", "--config", "configs/sft.py:qwen3_8b_32k", "--dry-run", "--json"]
+    assert main(plan) == 0
+    found = json.loads(capfd.readouterr().out)
+    named = ("trajectories", "epochs", "rows", "row_tokens", "updates", "devices")
+    assert [found[name] for name in named] == [2512, 3, 16, 32_768, 471, 8]
+    assert found["config"]["optim"]["learning_rate"] == 1e-5
 
 
 @pytest.mark.parametrize(

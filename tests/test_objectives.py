@@ -7,192 +7,113 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hsql_jax.data import Batch, Example, assemble
+from hsql_jax.cli import main
 from hsql_jax.errors import UserError
-from hsql_jax.objectives import OBJECTIVES, LossSum, Tokens, resolve
+from hsql_jax.objectives import (
+    OBJECTIVES,
+    LossSum,
+    Objective,
+    Tokens,
+    any_group,
+    dapo,
+    group_advantage,
+    resolve,
+    token_weights,
+    with_kl,
+)
+from hsql_jax.objectives.contract import (
+    CHECKS,
+    LAYOUTS,
+    ONE_A_ROW,
+    PACKED,
+    TRAJECTORIES,
+    Broken,
+    Evaluate,
+    Trajectory,
+    by_trajectory,
+    evaluator,
+    lay_out,
+    trajectory,
+)
 
-USERS = f"{Path(__file__).parent / 'fixtures' / 'reinforce.py'}:reinforce"
-EVERY = [*OBJECTIVES, USERS]
+FIXTURES = Path(__file__).parent / "fixtures"
+USERS = f"{FIXTURES / 'reinforce.py'}:reinforce"
+TANH = f"{FIXTURES / 'soft_clip.py'}:soft_clip"
+EVERY = [*OBJECTIVES, USERS, TANH]
 RL = [name for name in EVERY if name != "sft"]
 PER_TRAJECTORY = ["grpo", "gspo"]  # mean over trajectories; the others, over loss tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class Trajectory:
-    """Per token [N]: the policy's log-probabilities, the sampler's, and the mask; one advantage."""
-
-    logprobs: np.ndarray
-    old: np.ndarray
-    mask: np.ndarray
-    advantage: float
-
-
-def trajectory(seed: int, mask: str, advantage: float, off_policy: float) -> Trajectory:
-    """Random log-probabilities that differ by about `off_policy`; the first token has no target."""
-    rng = np.random.default_rng(seed)
-    logprobs = -rng.uniform(0.1, 3.0, len(mask)).astype(np.float32)
-    old = logprobs + off_policy * rng.normal(size=len(mask)).astype(np.float32)
-    return Trajectory(logprobs, old.astype(np.float32), np.array([*map(int, mask)]), advantage)
-
-
-# Ratios on both sides of every bound, for either sign of the advantage.
-TRAJECTORIES = [
-    trajectory(0, "0011101", 1.2, off_policy=0.5),
-    trajectory(1, "01101", -0.8, off_policy=0.5),
-    trajectory(2, "00111111", 0.5, off_policy=1e-4),
-    trajectory(3, "0111", -1.5, off_policy=2e-3),
-    trajectory(4, "011", 0.7, off_policy=2e-3),
-    trajectory(5, "0001", -0.4, off_policy=1.0),
-]
-ONE_A_ROW = [[0], [1], [2], [3], [4], [5]]
-PACKED = [[0, 1], [2, 3], [4, 5]]
-TIGHT, WIDE = (6, 8), (7, 33)  # shapes [B, T]: the trajectories alone, and with room
-LAYOUTS = {
-    "wide": (ONE_A_ROW, WIDE),
-    "packed": (PACKED, WIDE),
-    "packed in another order": ([[5, 3, 4], [2], [1, 0]], WIDE),
-    "one row": ([[3, 0, 5, 1, 4, 2]], WIDE),
-    "tight": (ONE_A_ROW, TIGHT),
-}
-
-
-def lay_out(
-    rows: list[list[int]],
-    shape: tuple[int, int] = WIDE,
-    trajectories: Sequence[Trajectory] = TRAJECTORIES,
-) -> Tokens:
-    """The trajectories of each row as tokens [B, T], packed by the same code as in training."""
-
-    def batch(field: str) -> Batch:
-        members = [
-            Example(np.zeros(len(t.mask), int), t.mask, getattr(t, field), t.advantage)
-            for t in trajectories
-        ]
-        return assemble([[members[i] for i in row] for row in rows], shape[1], shape[0])
-
-    now, old = batch("logprobs"), batch("old")
-    return Tokens(
-        now.old_logprobs, old.old_logprobs, now.advantages, now.loss_mask, now.segment_ids
-    )
+WITH_KL = ["grpo_kl"]  # have a gradient beside the advantage's
 
 
 @functools.cache
-def compiled(name: str) -> Callable[[Tokens], tuple[jax.Array, LossSum]]:
-    loss = resolve(name).loss
-
-    def gradient(tokens: Tokens) -> tuple[jax.Array, LossSum]:
-        def total(logprobs: jax.Array) -> tuple[jax.Array, LossSum]:
-            parts = loss(tokens._replace(logprobs=logprobs))
-            return parts.total, parts
-
-        return jax.grad(total, has_aux=True)(tokens.logprobs)
-
-    return jax.jit(gradient)
+def compiled(name: str) -> Evaluate:
+    return evaluator(resolve(name))
 
 
 def evaluate(name: str, tokens: Tokens) -> tuple[LossSum, np.ndarray]:
-    """The sums and the gradient [B, T] of the total with respect to the log-probabilities."""
-    gradient, parts = compiled(name)(tokens)
-    return jax.tree.map(float, parts), np.asarray(gradient)
-
-
-def by_trajectory(gradient: np.ndarray, rows: list[list[int]]) -> dict[int, np.ndarray]:
-    """Each trajectory's gradient at the tokens that are targets, [N - 1]."""
-    found = {}
-    for row, members in enumerate(rows):
-        start = 0
-        for i in members:
-            size = len(TRAJECTORIES[i].mask)
-            found[i] = gradient[row, start : start + size - 1]
-            start += size
-    return found
-
-
-def on_policy(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    return [dataclasses.replace(t, old=t.logprobs) for t in trajectories]
+    return compiled(name)(tokens)
 
 
 # --- the contract ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_masked_tokens_change_nothing_and_get_no_gradient(name: str) -> None:
-    tokens = lay_out(PACKED)
-    parts, gradient = evaluate(name, tokens)
-    masked = tokens.mask == 0
-    assert np.all(gradient[masked] == 0)
-    noise = (50 * np.random.default_rng(0).normal(size=masked.shape) * masked).astype(np.float32)
-    noisy = tokens._replace(
-        logprobs=tokens.logprobs + noise, old_logprobs=tokens.old_logprobs - noise
-    )
-    changed, changed_gradient = evaluate(name, noisy)
-    assert changed == parts
-    np.testing.assert_array_equal(changed_gradient, gradient)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract(name: str, check: Callable[[Objective], None]) -> None:
+    check(resolve(name))
 
 
-@pytest.mark.parametrize("name", RL)
-def test_zero_advantage_gives_zero_gradient(name: str) -> None:
-    equal = [dataclasses.replace(t, advantage=0.0) for t in TRAJECTORIES]
-    parts, gradient = evaluate(name, lay_out(PACKED, trajectories=equal))
-    assert parts.total == 0.0
-    assert np.all(gradient == 0)
-    assert parts.weight == evaluate(name, lay_out(PACKED))[0].weight  # they count in the mean
+def _wrong(loss: Callable[[Tokens], LossSum], **changes: object) -> Objective:
+    return Objective(any_group, group_advantage, loss)._replace(**changes)
 
 
-@pytest.mark.parametrize("name", EVERY)
+def _sum(values: object, weight: object) -> LossSum:
+    return LossSum(jnp.sum(values), jnp.sum(weight))
+
+
+WRONG: dict[str, Objective] = {
+    "groups": _wrong(dapo().loss, keep=lambda correct: correct.sum()),
+    "masked_tokens": _wrong(lambda t: _sum(-t.logprobs * t.advantages, t.mask)),
+    "zero_advantage": _wrong(lambda t: _sum((0.1 - t.advantages) * t.logprobs * t.mask, t.mask)),
+    "layouts": _wrong(
+        lambda t: _sum(-t.logprobs * t.advantages * t.mask / t.mask.shape[1], t.mask)
+    ),
+    "micro_batches": _wrong(
+        lambda t: LossSum(jnp.mean(-t.logprobs * t.advantages * t.mask), jnp.float32(1.0))
+    ),
+    "padding": _wrong(
+        lambda t: _sum(-t.logprobs * t.advantages * t.mask, jnp.ones(t.mask.shape[0]))
+    ),
+    "finite": _wrong(
+        lambda t: _sum(t.advantages * jnp.exp((t.logprobs - t.old_logprobs) * 2) * t.mask, t.mask)
+    ),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_contract_finds_what_is_wrong(check: Callable[[Objective], None]) -> None:
+    with pytest.raises(Broken):
+        check(WRONG[check.__name__])
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name not in WITH_KL])
 def test_on_policy_gradient_is_that_of_reinforce(name: str) -> None:
     """d(-sum_t w A log pi)/d log pi = -w A: w is 1 for a mean of tokens, 1/N_i of trajectories."""
-    on_policy = [dataclasses.replace(t, old=t.logprobs) for t in TRAJECTORIES]
+    on_policy = [dataclasses.replace(t, old=t.logprobs, sampler=t.logprobs) for t in TRAJECTORIES]
     _, gradient = evaluate(name, lay_out(PACKED, trajectories=on_policy))
     for i, found in by_trajectory(gradient, PACKED).items():
         mask = TRAJECTORIES[i].mask[1:]
         weight = 1 / mask.sum() if name in PER_TRAJECTORY else 1.0
         advantage = 1.0 if name == "sft" else TRAJECTORIES[i].advantage
         np.testing.assert_allclose(found, -weight * advantage * mask, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("layout", [key for key in LAYOUTS if key != "wide"])
-def test_padding_and_packing_change_nothing(name: str, layout: str) -> None:
-    reference, expected = evaluate(name, lay_out(*LAYOUTS["wide"]))
-    parts, gradient = evaluate(name, lay_out(*LAYOUTS[layout]))
-    assert (parts.total, parts.weight) == pytest.approx(
-        (reference.total, reference.weight), rel=1e-5
-    )
-    assert parts.stats == pytest.approx(reference.stats, rel=1e-5)
-    assert parts.peaks == pytest.approx(reference.peaks, rel=1e-5)
-    wanted = by_trajectory(expected, ONE_A_ROW)
-    for i, found in by_trajectory(gradient, LAYOUTS[layout][0]).items():
-        np.testing.assert_allclose(found, wanted[i], rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("cut", [1, 2])
-def test_sums_of_micro_batches_add_up(name: str, cut: int) -> None:
-    parts, gradient = evaluate(name, lay_out(PACKED))
-    split = [(rows, *evaluate(name, lay_out(rows))) for rows in (PACKED[:cut], PACKED[cut:])]
-    found = np.concatenate([one[: len(rows)] for rows, _, one in split])
-    np.testing.assert_allclose(found, gradient[: len(PACKED)], rtol=1e-5)
-    for read in (lambda p: p.total, lambda p: p.weight, *map(_reader, parts.stats)):
-        assert sum(read(part) for _, part, _ in split) == pytest.approx(read(parts), rel=1e-5)
-
-
-def _reader(key: str) -> Callable[[LossSum], float]:
-    return lambda parts: float(parts.stats[key])
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_a_batch_of_padding_weighs_nothing(name: str) -> None:
-    parts, gradient = evaluate(name, lay_out([]))
-    assert parts.total == parts.weight == 0.0
-    assert np.all(gradient == 0)
 
 
 # --- the equations, in float64 -----------------------------------------------------------------
@@ -204,13 +125,17 @@ def log_ratios(t: Trajectory) -> np.ndarray:
     return ratio[t.mask == 1]
 
 
+def kept(t: Trajectory) -> np.ndarray:
+    """Log-probabilities of the loss tokens."""
+    return t.logprobs[t.mask == 1].astype(np.float64)
+
+
 def clip_term(ratio: np.ndarray, advantage: float, low: float, high: float) -> np.ndarray:
     return np.minimum(ratio * advantage, np.clip(ratio, 1 - low, 1 + high) * advantage)
 
 
 def equation_6(trajectories: Sequence[Trajectory]) -> float:
-    kept = [t.logprobs[t.mask == 1] for t in trajectories]
-    return -sum(float(np.sum(k, dtype=np.float64)) for k in kept) / sum(map(len, kept))
+    return -float(np.concatenate([kept(t) for t in trajectories]).mean())
 
 
 def equation_8(trajectories: Sequence[Trajectory]) -> float:
@@ -229,8 +154,43 @@ def equation_12(trajectories: Sequence[Trajectory]) -> float:
 
 
 def users_own(trajectories: Sequence[Trajectory]) -> float:
-    kept = [t.advantage * t.logprobs[t.mask == 1].astype(np.float64) for t in trajectories]
-    return -float(np.concatenate(kept).mean())
+    return -float(np.concatenate([t.advantage * kept(t) for t in trajectories]).mean())
+
+
+def equation_cispo(trajectories: Sequence[Trajectory]) -> float:
+    """Its gradient's constant, the bounded ratio, is of the trajectories as they are."""
+    terms = [
+        np.minimum(np.exp(log_ratios(now)), 5.0) * t.advantage * kept(t)
+        for t, now in zip(trajectories, TRAJECTORIES, strict=True)
+    ]
+    return -float(np.concatenate(terms).mean())
+
+
+def equation_dr_grpo(trajectories: Sequence[Trajectory]) -> float:
+    terms = [clip_term(np.exp(log_ratios(t)), t.advantage, 0.2, 0.2).sum() for t in trajectories]
+    return -float(np.mean(terms)) / 4096
+
+
+def equation_rloo(trajectories: Sequence[Trajectory]) -> float:
+    return -float(np.mean([t.advantage * kept(t).sum() for t in trajectories]))
+
+
+def equation_grpo_kl(trajectories: Sequence[Trajectory]) -> float:
+    gaps = [(t.logprobs.astype(np.float64) - t.reference)[t.mask == 1] for t in trajectories]
+    return equation_8(trajectories) + 1e-3 * np.mean([(np.exp(-d) - 1 + d).mean() for d in gaps])
+
+
+def equation_dapo_tis(trajectories: Sequence[Trajectory]) -> float:
+    terms = []
+    for t in trajectories:
+        weights = np.minimum(np.exp(t.old.astype(np.float64) - t.sampler), 2.0)[t.mask == 1]
+        terms.append(weights * clip_term(np.exp(log_ratios(t)), t.advantage, 0.20, 0.28))
+    return -float(np.concatenate(terms).mean())
+
+
+def soft_clip(trajectories: Sequence[Trajectory]) -> float:
+    terms = [np.tanh(log_ratios(t)) * t.advantage for t in trajectories]
+    return -float(np.concatenate(terms).mean())
 
 
 EQUATIONS: dict[str, Callable[[Sequence[Trajectory]], float]] = {
@@ -238,7 +198,13 @@ EQUATIONS: dict[str, Callable[[Sequence[Trajectory]], float]] = {
     "grpo": equation_8,
     "gspo": equation_10,
     "dapo": equation_12,
+    "dr_grpo": equation_dr_grpo,
+    "cispo": equation_cispo,
+    "rloo": equation_rloo,
+    "grpo_kl": equation_grpo_kl,
+    "dapo_tis": equation_dapo_tis,
     USERS: users_own,
+    TANH: soft_clip,
 }
 
 
@@ -309,6 +275,14 @@ def test_advantage_is_equation_7(name: str, rewards: list[float]) -> None:
     assert found.sum() == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("rewards", [[1, 0, 0, 0], [0.5, 0.25, 1, 0]])
+def test_advantages_of_the_others(rewards: list[float]) -> None:
+    r = np.array(rewards, np.float64)
+    np.testing.assert_allclose(resolve("dr_grpo").advantage(r), r - r.mean(), rtol=1e-6)
+    others = [r[i] - np.delete(r, i).mean() for i in range(4)]
+    np.testing.assert_allclose(resolve("rloo").advantage(r), others, rtol=1e-6)
+
+
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1])
 def test_equal_rewards_give_no_advantage(reward: float) -> None:
     for name in RL:
@@ -321,10 +295,32 @@ def test_supervised_advantages_are_one() -> None:
 
 
 @pytest.mark.parametrize("correct", [[0, 0, 0], [1, 1, 1], [1, 0, 1]])
-def test_only_dapo_drops_groups_without_contrast(correct: list[int]) -> None:
+def test_dapo_drops_groups_without_contrast(correct: list[int]) -> None:
     group = np.array(correct, np.float32)
     assert resolve("dapo").keep(group) == (0 < sum(correct) < 3)
     assert all(resolve(name).keep(group) for name in ("sft", "grpo", "gspo"))
+
+
+# --- a divergence from the start -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("k1", lambda d: d),
+        ("k2", lambda d: d**2 / 2),
+        ("k3", lambda d: np.exp(-d) - 1 + d),
+    ],
+)
+def test_divergence_estimates(kind: str, value: Callable[[np.ndarray], np.ndarray]) -> None:
+    plain, both = dapo(), with_kl(dapo(), token_weights, 0.5, kind)  # type: ignore[arg-type]
+    assert (plain.reference, both.reference) == (False, True)
+    tokens = lay_out(PACKED)
+    without, parts = plain.loss(tokens), both.loss(tokens)
+    gaps = [(t.logprobs.astype(np.float64) - t.reference)[t.mask == 1] for t in TRAJECTORIES]
+    expected = np.sum(value(np.concatenate(gaps)))
+    assert float(parts.total - without.total) == pytest.approx(0.5 * expected, rel=1e-4)
+    assert float(parts.stats["kl_start"]) == pytest.approx(expected, rel=1e-4)
 
 
 # --- names -------------------------------------------------------------------------------------
@@ -333,7 +329,7 @@ def test_only_dapo_drops_groups_without_contrast(correct: list[int]) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ppo", "'ppo' is none of dapo, grpo, gspo, sft"),
+        ("ppo", "'ppo' is none of cispo, dapo, dapo_tis, dr_grpo, grpo, grpo_kl, gspo, rloo, sft"),
         ("missing.py:loss", "cannot load 'missing.py'"),
         ("no.such.module:loss", "cannot load 'no.such.module'"),
         (USERS.replace(":reinforce", ":other"), "has no 'other'"),
@@ -351,3 +347,37 @@ def test_a_file_that_does_not_parse_is_one_clear_line(tmp_path: Path) -> None:
     file.write_text("x = 1\ny == = 2\n")
     with pytest.raises(UserError, match=r"broken.py, line 2: invalid syntax$"):
         resolve(f"{file}:y")
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+def test_the_command_names_each_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-objective", TANH, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["check"] for one in found] == [c.__name__.replace("_", "-") for c in CHECKS]
+    assert all(one["broken"] == "" for one in found)
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from hsql_jax.objectives import LossSum, Objective, any_group, group_advantage\n"
+        "def mine():\n"
+        "    return Objective(any_group, group_advantage, lambda t: LossSum(\n"
+        "        -(t.logprobs * t.advantages * t.mask).sum() / t.mask.sum(), t.mask.any() * 1.0))\n"
+        "def fails():\n"
+        "    return Objective(any_group, group_advantage, lambda t: t.no_such_field)\n"
+    )
+    assert main(["check-objective", f"{file}:mine"]) == 2
+    shown = capsys.readouterr()
+    assert "ok      masked-tokens   Tokens outside the mask change nothing" in shown.out
+    assert "BROKEN  micro-batches   Sums over micro-batches add up" in shown.out
+    assert "return sums, not means" in shown.out
+    assert f"hsql: error: {file}:mine: fails " in shown.err
+    assert "micro-batches" in shown.err
+    assert "zero-advantage" not in shown.err
+    assert main(["check-objective", f"{file}:fails", "--json"]) == 2
+    reasons = {one["check"]: one["broken"] for one in json.loads(capsys.readouterr().out)}
+    assert reasons["groups"] == ""
+    assert "no_such_field" in reasons["padding"]

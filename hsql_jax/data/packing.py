@@ -51,6 +51,8 @@ class Batch:
     positions: Array  # int32, from 0 in each segment
     advantages: Array  # float32, one value a segment; 0 in supervised learning
     old_logprobs: Array  # float32, of the target under the sampler; 0 in supervised learning
+    sampler_logprobs: Array | None = None  # the sampler's, where the old ones are computed anew
+    ref_logprobs: Array | None = None  # under the policy at the start, where an objective asks
 
 
 @dataclass(frozen=True)

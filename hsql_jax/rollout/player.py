@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jax.sharding import Mesh
+
 from hsql_env.driver import Job, Policy, Rollout, run_episodes
 from hsql_env.service.client import AsyncEnvironment
 from hsql_jax.chat import ChatRenderer
@@ -38,12 +40,16 @@ class Player:
         renderer: ChatRenderer,
         call_tokens: int,
         on_failure: Callable[[], None] | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        """`on_failure` is called after an episode that the harness failed; it may raise."""
+        """`on_failure` is called after an episode that the harness failed; it may raise.
+
+        `mesh` is the engine's.
+        """
         self._on_failure = on_failure
         self._url, self._config, self._call_tokens = url, config, call_tokens
         self._renderer = renderer
-        self._engine = Engine(model, config, renderer.stop_id)
+        self._engine = Engine(model, config, renderer.stop_id, mesh)
         self._runner = asyncio.Runner()
 
     def __enter__(self) -> Player:

@@ -6,7 +6,7 @@
 from hsql_jax.weights.files import INDEX, TENSORS
 from hsql_jax.weights.hub import model_folder
 from hsql_jax.weights.layout import hf_views
-from hsql_jax.weights.load import load_hf
+from hsql_jax.weights.load import load_hf, load_into
 from hsql_jax.weights.save import save_hf
 from hsql_jax.weights.shards import HOST_BYTES_PER_DEVICE
 
@@ -16,6 +16,7 @@ __all__ = [
     "TENSORS",
     "hf_views",
     "load_hf",
+    "load_into",
     "model_folder",
     "save_hf",
 ]

@@ -58,6 +58,24 @@ def load_hf(
     return config, jax.tree.unflatten(structure, fill(targets))
 
 
+SIZES = ("vocab_size", "d_model", "layers", "heads", "kv_heads", "head_dim", "d_ff", "tied")
+
+
+def load_into(model: ModelConfig, source: str | Path, mesh: Mesh) -> Params:
+    """Parameters of a folder or hub id for `model`, in its dtype, over a mesh.
+
+    `UserError` where the two differ in a size.
+    """
+    found, params = load_hf(source, dtype=model.param_dtype, mesh=mesh)
+    for name in SIZES:
+        if getattr(found, name) != getattr(model, name):
+            raise UserError(
+                f"{source}: {name} is {getattr(found, name)}, but the config's model has "
+                f"{getattr(model, name)}"
+            )
+    return params
+
+
 def _check(folder: Path, config: ModelConfig, flat: list[Leaf], stored: dict[str, Stored]) -> None:
     expected = {name: leaf.stored_shape for leaf in flat for name in leaf.names}
     ignored = {HEAD} if config.tied else set()  # some tied files repeat the embedding here

@@ -22,52 +22,44 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
-import gc
 import json
-import os
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
+from contenders import (
+    MIB,
+    Child,
+    ModelSizes,
+    anonymous_bytes,
+    answers,
+    child,
+    cpu_seconds,
+    give_back_memory,
+    peak_of,
+    tunix_model,
+    write_model,
+)
 
-MIB = 2**20
 LEARNING_RATE = 1e-3
 CLIP = 1.0
 TASKS = ("training", "greedy", "sampled")
 LOSSES = 3  # training steps that are compared
 ALIKE = 16  # greedy tokens of a row that are compared
 TOLERANCE = 1e-3
-# For all alike: large pages for what is allocated anew in every step, and no look at a network.
-ENVIRONMENT = {
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    "THP_MEM_ALLOC_ENABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "JAX_PLATFORMS": "cpu",
-}
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The model, a training batch and a generation batch; tokens, but for the first seven."""
+class Sizes(ModelSizes):
+    """The model, a training batch and a generation batch; the last five in tokens or rows."""
 
-    layers: int = 8
-    d_model: int = 256
-    d_ff: int = 768
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 64
-    vocab: int = 8192
     rows: int = 8
     length: int = 1024
     sequences: int = 16
@@ -235,24 +227,10 @@ class Tunix:
             CacheConfig,
             Sampler,
         )
-        from tunix.models.qwen3 import model, params  # type: ignore[import-not-found]
 
         remat, devices = variant.split(":")
         jax.config.update("jax_num_cpu_devices", int(devices))
-        config = model.ModelConfig(
-            num_layers=sizes.layers,
-            vocab_size=sizes.vocab,
-            embed_dim=sizes.d_model,
-            hidden_dim=sizes.d_ff,
-            num_heads=sizes.heads,
-            head_dim=sizes.head_dim,
-            num_kv_heads=sizes.kv_heads,
-            rope_theta=1_000_000,
-            norm_eps=1e-6,
-            use_tied_embedding=True,
-            remat_config=model.RematConfig[remat],
-        )
-        self._model = params.create_model_from_safe_tensors(str(folder), config)
+        self._model = tunix_model(folder, sizes, remat)
         tx = optax.chain(
             optax.clip_by_global_norm(CLIP), optax.adamw(LEARNING_RATE, weight_decay=0.0)
         )
@@ -282,8 +260,7 @@ class Tunix:
         self._sizes = sizes
         self._prompts = [" ".join(map(str, row)) for row in np.load(folder / "prompts.npy")]
         cache = CacheConfig(sizes.prompt + sizes.new, sizes.layers, sizes.kv_heads, sizes.head_dim)
-        fresh = params.create_model_from_safe_tensors(str(folder), config)
-        self._sampler = Sampler(fresh, Numbers(), cache)
+        self._sampler = Sampler(tunix_model(folder, sizes, remat), Numbers(), cache)
 
     def train(self) -> float:
         return float(self._step(self._model, self._optimizer, self._tokens))
@@ -329,8 +306,7 @@ KINDS: dict[str, type[Contender]] = {"ours": Ours, "torch": Torch, "tunix": Tuni
 
 def serve(kind: str, variant: str, folder: Path) -> None:
     """Answer requests from standard input, a JSON line each, until it ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not fall among the answers
+    stream = answers()
     sizes = Sizes(**json.loads((folder / "sizes.json").read_text()))
     contender = KINDS[kind](folder, sizes, variant)
     for line in sys.stdin:
@@ -338,8 +314,8 @@ def serve(kind: str, variant: str, folder: Path) -> None:
         answer = {"remember": remember, "time": take_time}[request["ask"]](
             contender, sizes, request["task"]
         )
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        stream.write(json.dumps(answer) + "\n")
+        stream.flush()
 
 
 def run(contender: Contender, task: str) -> float | list[list[int]]:
@@ -349,9 +325,7 @@ def run(contender: Contender, task: str) -> float | list[list[int]]:
 def remember(contender: Contender, sizes: Sizes, task: str) -> dict[str, Any]:
     """Warm up, and measure the memory of a call; its results are for comparison."""
     results = [run(contender, task) for _ in range(LOSSES - 1)]
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    before = anonymous_bytes()
+    before = give_back_memory()
     with peak_of(anonymous_bytes) as peak:
         results.append(run(contender, task))
     held = 0 if task == "training" else contender.held_bytes
@@ -367,33 +341,6 @@ def take_time(contender: Contender, sizes: Sizes, task: str) -> dict[str, float]
     begun, used = time.perf_counter(), cpu_seconds()
     run(contender, task)
     return {"s": time.perf_counter() - begun, "CPU-s": cpu_seconds() - used}
-
-
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def anonymous_bytes() -> int:
-    """Resident memory of this process that no file backs."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("RssAnon:")[1].split()[0])
-
-
-@contextmanager
-def peak_of(read: Callable[[], int]) -> Iterator[list[int]]:
-    """Values of `read`, taken all the time while the block runs."""
-    values, done = [read()], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.005):
-            values.append(read())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    yield values
-    done.set()
-    thread.join()
 
 
 # --- the process that asks -----------------------------------------------------------------------
@@ -422,80 +369,24 @@ ENTRIES = (
 )
 
 
-@dataclass(frozen=True)
-class Child:
-    """A contender's process."""
-
-    name: str
-    tasks: tuple[str, ...]
-    process: subprocess.Popen[str]
-
-    def ask(self, what: str, task: str) -> Any:
-        """The answer to one request; `SystemExit` when the process has ended."""
-        stdin, stdout = self.process.stdin, self.process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        try:
-            stdin.write(json.dumps({"ask": what, "task": task}) + "\n")
-            stdin.flush()
-            line = stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            sys.exit(f"{self.name}: ended with code {self.process.wait()}; see its error above")
-        return json.loads(line)
-
-
-@contextmanager
-def child(entry: Entry, python: str, folder: Path) -> Iterator[Child]:
-    """Start a contender, and end it."""
-    command = [python, __file__, "--serve", entry.kind, entry.variant, str(folder)]
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | ENVIRONMENT,
-    )
-    try:
-        yield Child(entry.name, entry.tasks, process)
-    finally:
-        process.kill()
-        process.wait()
-
-
 def prepare(folder: Path, sizes: Sizes) -> None:
     """Write random weights as a Hugging Face folder, and the tokens of both batches."""
-    import jax
-
-    from hsql_jax.model import ModelConfig, init_params
-    from hsql_jax.weights import save_hf
-
-    config = ModelConfig(
-        vocab_size=sizes.vocab,
-        d_model=sizes.d_model,
-        layers=sizes.layers,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.head_dim,
-        d_ff=sizes.d_ff,
-    )
-    save_hf(folder, config, init_params(config, jax.random.key(0)))
+    write_model(folder, sizes)
     rng = np.random.default_rng(0)
     np.save(folder / "tokens.npy", rng.integers(0, sizes.vocab, (sizes.rows, sizes.length)))
     np.save(folder / "prompts.npy", rng.integers(0, sizes.vocab, (sizes.sequences, sizes.prompt)))
     (folder / "sizes.json").write_text(json.dumps(asdict(sizes)))
 
 
-def compare(children: Sequence[Child], answers: dict[tuple[str, str], Any]) -> dict[str, Any]:
+def compare(entries: Sequence[Entry], answers: dict[tuple[str, str], Any]) -> dict[str, Any]:
     """How far the contenders' results are from the first one's; `SystemExit` where too far."""
-    first = children[0].name
-    losses = {c.name: answers["training", c.name]["results"] for c in children}
+    first = entries[0].name
+    losses = {e.name: answers["training", e.name]["results"] for e in entries}
     far = {n: float(np.max(np.abs(np.divide(v, losses[first]) - 1))) for n, v in losses.items()}
     texts = {
-        c.name: np.array(answers["greedy", c.name]["results"][-1])
-        for c in children
-        if "greedy" in c.tasks
+        e.name: np.array(answers["greedy", e.name]["results"][-1])
+        for e in entries
+        if "greedy" in e.tasks
     }
     same = {n: float(np.mean(t == texts[first])) for n, t in texts.items()}
     start = {n: float(np.mean((t == texts[first])[:, :ALIKE])) for n, t in texts.items()}
@@ -505,22 +396,29 @@ def compare(children: Sequence[Child], answers: dict[tuple[str, str], Any]) -> d
     return report
 
 
-def measure(children: Sequence[Child], rounds: int, sizes: Sizes) -> dict[str, dict[str, Any]]:
+def measure(
+    entries: Sequence[Entry], children: Sequence[Child], rounds: int, sizes: Sizes
+) -> dict[str, dict[str, Any]]:
     """A row of medians for each contender, under each task."""
+    asked = [
+        (task, entry, process)
+        for task in TASKS
+        for entry, process in zip(entries, children, strict=True)
+        if task in entry.tasks
+    ]
     # Training changes the weights, so it comes last.
     answers = {
-        (task, c.name): c.ask("remember", task)
-        for task in reversed(TASKS)
-        for c in children
-        if task in c.tasks
+        (task, entry.name): process.ask({"ask": "remember", "task": task})
+        for task, entry, process in sorted(asked, key=lambda a: a[0] == "training")
     }
-    results: dict[str, dict[str, Any]] = {"agreement": compare(children, answers)}
+    results: dict[str, dict[str, Any]] = {"agreement": compare(entries, answers)}
     runs: dict[tuple[str, str], list[dict[str, float]]] = {key: [] for key in answers}
     for task in TASKS:
         for _ in range(rounds):
-            for c in children:
-                if task in c.tasks:
-                    runs[task, c.name].append(c.ask("time", task))
+            for mine, entry, process in asked:
+                if mine == task:
+                    answer = process.ask({"ask": "time", "task": task})
+                    runs[task, entry.name].append(answer)
     tokens = dict.fromkeys(TASKS, sizes.sequences * sizes.new)
     tokens["training"] = sizes.rows * sizes.length
     for (task, name), taken in runs.items():
@@ -574,9 +472,12 @@ def main() -> None:
         folder = Path(name)
         prepare(folder, sizes)
         children = [
-            stack.enter_context(child(entry, pythons[entry.kind], folder)) for entry in entries
+            stack.enter_context(
+                child(e.name, [pythons[e.kind], __file__, "--serve", e.kind, e.variant, name])
+            )
+            for e in entries
         ]
-        results = measure(children, args.rounds, sizes)
+        results = measure(entries, children, args.rounds, sizes)
     show(results)
     print("\n" + json.dumps({"arguments": vars(args), "results": results}))
 
