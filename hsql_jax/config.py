@@ -110,6 +110,8 @@ def override(config: C, arguments: Sequence[str], prog: str, description: str = 
     )
     if unknown:
         given = unknown[0].partition("=")[0]
+        if not given.startswith("-"):
+            raise UserError(f"{prog}: {given!r} belongs to no option; a switch takes no value")
         near = _nearest(given.replace("_", "-"), _options(config))
         raise UserError(f"{prog}: no option {given}; the nearest is {near} (see --help)")
     return result

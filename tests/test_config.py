@@ -129,6 +129,7 @@ def test_fields_without_an_option_keep_the_configs_values() -> None:
         ("--optim.stepz 3", r"^toy: no option --optim\.stepz; the nearest is --optim\.steps "),
         ("--optim.rate 1 --run_di=x", r"no option --run_di; the nearest is --run-dir "),
         ("--seed 1", r"no option --seed; the nearest is --resume "),
+        ("--resume True", r"'True' belongs to no option; a switch takes no value"),
     ],
 )
 def test_an_unknown_option_names_the_nearest(arguments: str, message: str) -> None:

@@ -173,6 +173,11 @@ def test_too_long_examples_are_counted_not_cut() -> None:
         ValueError, match="no example to train on: 3 are longer than a row of 2 tokens"
     ):
         BatchStream(many(3), length=2, rows=1, seed=0)
+    silent = Example([1, 2], [0, 0])
+    with pytest.raises(ValueError, match=r"train on: 1 have no turn of the policy to learn$"):
+        BatchStream([silent], length=2, rows=1, seed=0)
+    with pytest.raises(ValueError, match=r"train on: the data has no records$"):
+        BatchStream([], length=2, rows=1, seed=0)
 
 
 def test_rows_are_well_filled() -> None:

@@ -202,11 +202,7 @@ class BatchStream(Iterator[Batch]):
             raise ValueError(f"buckets {buckets}: each is from 1 to the length of a row, {length}")
         kept, self.counts = select(examples, length, too_long)
         if not kept:
-            raise UserError(
-                f"no example to train on: {self.counts.too_long} are longer than a row of {length} "
-                f"tokens, {self.counts.without_policy_tokens} have nothing to learn; "
-                "give longer rows (row_tokens)"
-            )
+            raise UserError(f"no example to train on: {_why_none(self.counts, length)}")
         order = np.random.default_rng(seed).permutation(len(kept))
         bins = first_fit([len(kept[i].ids) for i in order], length, packed)
         filled = [[kept[order[i]] for i in members] for members in bins]
@@ -261,6 +257,19 @@ class BatchStream(Iterator[Batch]):
         if state["data"] != self._data:
             raise ValueError(f"data position of {state['data']}, but this data is {self._data}")
         self._iterator.set_state(state["grain"])
+
+
+def _why_none(counts: Counts, length: int) -> str:
+    """What became of the examples where none is left."""
+    reasons = []
+    if counts.too_long:
+        reasons.append(
+            f"{counts.too_long} are longer than a row of {length} tokens; give longer rows "
+            "(row_tokens)"
+        )
+    if counts.without_policy_tokens:
+        reasons.append(f"{counts.without_policy_tokens} have no turn of the policy to learn")
+    return ", ".join(reasons) or "the data has no records"
 
 
 def by_length(
