@@ -36,7 +36,6 @@ from hsql_jax.objectives.contract import (
     PACKED,
     TRAJECTORIES,
     Broken,
-    Evaluate,
     Trajectory,
     by_trajectory,
     evaluator,
@@ -54,12 +53,12 @@ WITH_KL = ["grpo_kl"]  # have a gradient beside the advantage's
 
 
 @functools.cache
-def compiled(name: str) -> Evaluate:
-    return evaluator(resolve(name))
+def objective(name: str) -> Objective:
+    return resolve(name)
 
 
 def evaluate(name: str, tokens: Tokens) -> tuple[LossSum, np.ndarray]:
-    return compiled(name)(tokens)
+    return evaluator(objective(name))(tokens)
 
 
 # --- the contract ------------------------------------------------------------------------------
@@ -68,7 +67,7 @@ def evaluate(name: str, tokens: Tokens) -> tuple[LossSum, np.ndarray]:
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract(name: str, check: Callable[[Objective], None]) -> None:
-    check(resolve(name))
+    check(objective(name))
 
 
 def _wrong(loss: Callable[[Tokens], LossSum], **changes: object) -> Objective:

@@ -24,6 +24,7 @@ from hsql_env.registry import open_database
 from hsql_env.tasks.examples import write_examples
 from hsql_env.tasks.synth import synthesise_all
 from hsql_jax.chat import template_fragments
+from hsql_jax.cli import main
 from hsql_jax.metrics import read_metrics
 from hsql_jax.model import ModelConfig, init_params
 from hsql_jax.tokenizer import tool_call_fragments, train_tokenizer
@@ -198,9 +199,18 @@ def test_a_reference_that_earns_nothing_is_refused(
     ],
 )
 def test_bad_input_is_one_line(
-    run: Run, tmp_path: Path, options: tuple[str, ...], message: str
+    given: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    message: str,
 ) -> None:
-    _, err = finish(run(tmp_path / "run", *options), status=2)
-    assert message in err
-    assert "Traceback" not in err
+    paths = [str(part) for pair in given.items() for part in pair]
+    where = ["--run-dir", str(tmp_path / "run")]
+    try:
+        status = main(["rl", "--config", TOY, *where, *paths, *options])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert not (tmp_path / "run").exists()

@@ -7,6 +7,7 @@ trajectory, G: trajectories of a group.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -101,6 +102,7 @@ def lay_out(
 Evaluate = Callable[[Tokens], tuple[LossSum, np.ndarray]]
 
 
+@functools.lru_cache(maxsize=16)  # every check asks anew, and compiling is most of its time
 def evaluator(objective: Objective) -> Evaluate:
     """A function to the sums, and the gradient [B, T] of the total in the log-probabilities."""
 
