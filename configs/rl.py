@@ -30,7 +30,7 @@ PAPER = RlConfig(
 
 
 def tiny_cpu() -> RlRunConfig:
-    """From the policy of `hsql demo` after SFT, on its tasks: an hour or so on two cores."""
+    """From the policy of `hsql demo` after SFT, on its tasks."""
     base = demo.demo()
     return RlRunConfig(
         tasks=Path("runs/demo/data/tasks.jsonl"),

@@ -30,7 +30,7 @@ from hsql_env.harness.tools import SYSTEM_PROMPT, TOOLS
 from hsql_env.records import Database, PublicTask, Task, Trajectory, read_jsonl, write_jsonl
 from hsql_env.registry import open_database, open_folder
 from hsql_env.service.client import AsyncEnvironment
-from hsql_env.service.launcher import ServiceProcess, ServiceProcessError
+from hsql_env.service.launcher import ServiceProcess
 from hsql_env.tasks.examples import write_examples
 from hsql_env.tasks.overlap import overlap
 from hsql_env.tasks.splits import split_tasks
@@ -43,12 +43,13 @@ from hsql_jax.config import claim_run_folder
 from hsql_jax.data import Example
 from hsql_jax.demo_config import DemoConfig
 from hsql_jax.errors import UserError
-from hsql_jax.evaluate import changes, decoding_name, evaluate, split_summary
+from hsql_jax.evaluate import change_line, changes, decoding_name, evaluate, split_summary
 from hsql_jax.metrics import RunLog, final_table, read_metrics
 from hsql_jax.model import ModelConfig, init_params
 from hsql_jax.objectives import resolve
 from hsql_jax.optim import make_optimizer
 from hsql_jax.rl import NothingToLearn, run_rl
+from hsql_jax.rollout.environment import environment
 from hsql_jax.rollout.player import Player
 from hsql_jax.run_folder import write_whole
 from hsql_jax.sft import (
@@ -102,7 +103,8 @@ def run_stages(
 ) -> tuple[list[Task], list[Trajectory], Results]:
     """Every stage that is not finished; the tasks, the teacher's trajectories, the evaluations."""
     tasks = make_data(run, given)
-    with environment(run) as service:
+    files = run.path("data", "tasks.jsonl"), run.path("data", "databases.jsonl")
+    with environment(*files, run.config.workers) as service:
         trajectories = teach(run, service, tasks)
         renderer, model = make_tokenizer(run, trajectories)
         base = warm_up(run, renderer, model, trajectories)
@@ -123,17 +125,6 @@ def export(run: Run, model: ModelConfig, policies: Mapping[str, Any]) -> None:
         folder = run.path("models", name)
         if not (folder / "config.json").exists():
             save_hf(folder, model, params)
-
-
-@contextmanager
-def environment(run: Run) -> Iterator[ServiceProcess]:
-    """The environment service over the run's tasks, for the time of the block."""
-    files = run.path("data", "tasks.jsonl"), run.path("data", "databases.jsonl")
-    try:
-        with ServiceProcess(*files, workers=run.config.workers) as service:
-            yield service
-    except ServiceProcessError as error:
-        raise UserError(f"{error}; run again with --resume") from error
 
 
 # --- data --------------------------------------------------------------------------------------
@@ -508,10 +499,7 @@ def finish(
     if summary["rl_stopped"]:
         run.log.print(f"The rows of RL are the SFT policy's: {summary['rl_stopped']}")
     for row in summary["changes"]:
-        run.log.print(
-            f"{row['before']} -> {row['after']}, {row['split']}, {row['decoding']}: "
-            f"{row['mean']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}] {row['verdict']}"
-        )
+        run.log.print(change_line(row))
     run.log.print(f"{summary['wall_seconds']:.0f} s; {path} and {run.path('report.html')}")
 
 

@@ -129,3 +129,11 @@ def changes(
                 }
             )
     return rows
+
+
+def change_line(row: Mapping[str, Any]) -> str:
+    """One of `changes` for people."""
+    return (
+        f"{row['before']} -> {row['after']}, {row['split']}, {row['decoding']}: "
+        f"{row['mean']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}] {row['verdict']}"
+    )

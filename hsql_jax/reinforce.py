@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,26 @@ from hsql_env.analysis.report import render_report
 from hsql_env.driver import run_episodes
 from hsql_env.records import PublicTask, Task, Trajectory, read_jsonl
 from hsql_env.service.client import AsyncEnvironment
-from hsql_env.service.launcher import ServiceProcess, ServiceProcessError
+from hsql_env.service.launcher import ServiceProcess
 from hsql_env.teacher.oracle import Oracle
 from hsql_jax.chat import ChatRenderer, load_tokenizer
 from hsql_jax.config import claim_run_folder, option
 from hsql_jax.errors import UserError
-from hsql_jax.evaluate import EvalConfig, changes, decoding_name, evaluate, split_summary
+from hsql_jax.evaluate import (
+    EvalConfig,
+    change_line,
+    changes,
+    decoding_name,
+    evaluate,
+    split_summary,
+)
 from hsql_jax.metrics import RunLog, final_table, read_metrics
 from hsql_jax.model.config import AttentionName, Remat
 from hsql_jax.objectives import resolve
 from hsql_jax.optim import make_optimizer
 from hsql_jax.rl import RlConfig, run_rl
 from hsql_jax.rollout.engine import EngineConfig
+from hsql_jax.rollout.environment import environment
 from hsql_jax.rollout.player import Player
 from hsql_jax.run_folder import mark, mark_ended, write_whole
 from hsql_jax.sharding import Meshes, make_meshes
@@ -118,7 +126,7 @@ def run(config: RlRunConfig, splits: dict[str, list[Task]], log: RunLog) -> None
     }
     folder = config.run_dir / "trajectories"
     folder.mkdir(exist_ok=True)
-    with environment(config) as service:
+    with environment(config.tasks, config.databases, config.workers) as service:
         replay(config, service, splits["train"], log)
         sizes = config.engine, renderer, config.call_tokens
         with Player(service.url, model, *sizes, service.check, rollout_mesh) as player:
@@ -157,16 +165,6 @@ def run(config: RlRunConfig, splits: dict[str, list[Task]], log: RunLog) -> None
             save_hf(config.run_dir / "model", model, trained)
             stages["rl"] = play(trained, "rl")
     conclude(config, stages, log)
-
-
-@contextmanager
-def environment(config: RlRunConfig) -> Iterator[ServiceProcess]:
-    """The environment service over the run's tasks, for the time of the block."""
-    try:
-        with ServiceProcess(config.tasks, config.databases, workers=config.workers) as service:
-            yield service
-    except ServiceProcessError as error:
-        raise UserError(f"{error}; run again with --resume") from error
 
 
 def replay(
@@ -220,8 +218,5 @@ def conclude(config: RlRunConfig, stages: Stages, log: RunLog) -> None:
     write_whole(config.run_dir / "report.html", page)
     log.print(final_table(summary))
     for row in summary["changes"]:
-        log.print(
-            f"{row['before']} -> {row['after']}, {row['split']}, {row['decoding']}: "
-            f"{row['mean']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}] {row['verdict']}"
-        )
+        log.print(change_line(row))
     log.print(f"{config.run_dir / 'summary.json'}, report.html and model beside it")
